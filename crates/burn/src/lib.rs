@@ -1,0 +1,4 @@
+//! The Burn adapter: a Burn module in, a sharded module out.
+
+pub mod ops;
+pub mod sink;

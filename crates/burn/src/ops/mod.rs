@@ -1,0 +1,1 @@
+//! Fused autodiff operations for the CPU, each with Burn's own as its fallback.

@@ -1,0 +1,28 @@
+//! Index arithmetic and policy of sharded training, as plain data: no I/O, no threads, no `unsafe`.
+//!
+//! - [`layout`]: the parameters of a unit as one flat parameter, cut into equal shards.
+//! - [`shard`]: which elements of which parameters a rank owns.
+//! - [`reduction`]: the one order in which partial sums are added, over ranks and over micro-batches.
+//! - [`schedule`]: which rank computes which micro-batch, and how many collectives a step takes.
+//! - [`plan`]: the memory a rank needs and the bytes it sends, known before anything is allocated.
+//! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
+
+#![forbid(unsafe_code)]
+
+pub mod error;
+pub mod layout;
+pub mod plan;
+pub mod reduction;
+pub mod schedule;
+pub mod seed;
+pub mod shard;
+pub mod strategy;
+
+pub use error::{LayoutError, PlanError};
+pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
+pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose};
+pub use reduction::{CarryCounter, max_partials};
+pub use schedule::{RoundAssignment, StepSchedule};
+pub use seed::seed_for;
+pub use shard::{ShardMetadata, ShardedParam};
+pub use strategy::ShardingStrategy;

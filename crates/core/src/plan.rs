@@ -1,0 +1,216 @@
+//! The memory a rank needs and the bytes it sends, known before anything is allocated.
+//!
+//! With `S` the elements of all shards of a rank (padding included), `P_r` those of the root's padded flat parameter,
+//! `P_u` those of the largest unit's, `n` units, `W` ranks, `K` rounds of micro-batches and `L = floor(log2(K + 1))`,
+//! a rank holds at its peak, in bytes and for f32:
+//!
+//! | purpose | `full_shard`, `W >= 2` | `shard_grad_op`, `W >= 2` | `no_shard`, `W >= 2` | `W = 1` |
+//! |---|---|---|---|---|
+//! | parameters | `4 S` | `4 S` | `4` x all | `4 S` |
+//! | optimizer state (AdamW; SGD with momentum half, without none) | `8 S` | `8 S` | `8` x all | `8 S` |
+//! | partial gradient sums | `4 L S` | `4 L S` | `4 L S` | `4 L S` |
+//! | gathered root | `4 P_r` | `4 P_r` | 0 | 0 |
+//! | gathered units | `4 P_u min(n, 1 + prefetch)` | `4` x all units | 0 | 0 |
+//! | full gradient of the root | `4 P_r` | `4 P_r` | `4 P_r` | `4 P_r` |
+//! | full gradient of one unit | `4 P_u` | `4 P_u` | `4 P_u` | `4 P_u` |
+
+use std::fmt;
+
+use crate::reduction::max_partials;
+use crate::schedule::StepSchedule;
+use crate::strategy::ShardingStrategy;
+
+/// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
+const F32: u64 = 4;
+
+/// What a rank holds memory for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Purpose {
+    /// The rank's part of the parameters (all of them without sharding).
+    Parameters,
+    /// The optimizer's statistics for them.
+    OptimizerState,
+    /// Partial sums of the gradient's shard.
+    GradientShards,
+    /// The root unit's full parameters, gathered for a step.
+    GatheredRoot,
+    /// Full parameters of the units gathered at a time.
+    GatheredUnits,
+    /// The root unit's full gradient.
+    RootGradient,
+    /// The full gradient of the unit whose backward runs.
+    UnitGradient,
+}
+
+impl Purpose {
+    /// Every purpose, in the order of reports.
+    pub const ALL: [Purpose; 7] = [
+        Purpose::Parameters,
+        Purpose::OptimizerState,
+        Purpose::GradientShards,
+        Purpose::GatheredRoot,
+        Purpose::GatheredUnits,
+        Purpose::RootGradient,
+        Purpose::UnitGradient,
+    ];
+
+    /// The name used in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Purpose::Parameters => "parameters",
+            Purpose::OptimizerState => "optimizer state",
+            Purpose::GradientShards => "gradient shards",
+            Purpose::GatheredRoot => "gathered root",
+            Purpose::GatheredUnits => "gathered units",
+            Purpose::RootGradient => "root gradient",
+            Purpose::UnitGradient => "unit gradient",
+        }
+    }
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The statistics an optimizer keeps for each element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OptimizerKind {
+    /// Two moments.
+    AdamW,
+    /// One momentum buffer.
+    SgdMomentum,
+    /// Nothing.
+    Sgd,
+}
+
+impl OptimizerKind {
+    /// f32 statistics kept for each parameter element.
+    pub fn states(self) -> usize {
+        match self {
+            OptimizerKind::AdamW => 2,
+            OptimizerKind::SgdMomentum => 1,
+            OptimizerKind::Sgd => 0,
+        }
+    }
+}
+
+/// Everything the plan depends on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlanInput {
+    /// Elements of each unit's flat parameter, the root's not among them.
+    pub units: Vec<usize>,
+    /// Elements of the root's flat parameter; 0 when every parameter is in a unit.
+    pub root: usize,
+    /// How state is spread.
+    pub strategy: ShardingStrategy,
+    /// Which statistics are kept.
+    pub optimizer: OptimizerKind,
+    /// Micro-batches and ranks of a step.
+    pub schedule: StepSchedule,
+    /// Whether the next unit is gathered while one computes.
+    pub prefetch: bool,
+}
+
+/// The bytes of a rank by purpose, and what it sends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryPlan {
+    bytes: Vec<(Purpose, u64)>,
+    sent_per_step: u64,
+}
+
+impl MemoryPlan {
+    /// Computes the plan; equal for every rank.
+    pub fn new(input: &PlanInput) -> Self {
+        let sizes = Sizes::new(input);
+        let bytes =
+            Purpose::ALL.iter().map(|&purpose| (purpose, F32 * sizes.elements(purpose, input))).collect();
+        Self { bytes, sent_per_step: F32 * sizes.sent_elements(input) }
+    }
+
+    /// The bytes for one purpose.
+    pub fn bytes(&self, purpose: Purpose) -> u64 {
+        self.bytes.iter().find(|(p, _)| *p == purpose).map_or(0, |(_, b)| *b)
+    }
+
+    /// Purposes with their bytes, in the order of reports.
+    pub fn by_purpose(&self) -> &[(Purpose, u64)] {
+        &self.bytes
+    }
+
+    /// The peak: everything at once, which happens in the backward of a unit.
+    pub fn total(&self) -> u64 {
+        self.bytes.iter().map(|(_, b)| b).sum()
+    }
+
+    /// Bytes of parameters and gradients that the rank sends in one step: what its peers take from it.
+    pub fn sent_per_step(&self) -> u64 {
+        self.sent_per_step
+    }
+}
+
+/// Element counts that the formulas share.
+struct Sizes {
+    all: u64,
+    shards: u64,
+    root_padded: u64,
+    units_padded: u64,
+    largest_unit: u64,
+}
+
+impl Sizes {
+    fn new(input: &PlanInput) -> Self {
+        let w = input.schedule.ranks();
+        let shard = |numel: usize| numel.div_ceil(w) as u64;
+        let padded = |numel: usize| shard(numel) * w as u64;
+        Self {
+            all: (input.units.iter().sum::<usize>() + input.root) as u64,
+            shards: input.units.iter().copied().map(shard).sum::<u64>() + shard(input.root),
+            root_padded: padded(input.root),
+            units_padded: input.units.iter().copied().map(padded).sum(),
+            largest_unit: input.units.iter().copied().map(padded).max().unwrap_or(0),
+        }
+    }
+
+    fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
+        let alone = input.schedule.ranks() == 1;
+        let kept = if input.strategy.is_sharded() { self.shards } else { self.all };
+        let gathers = input.strategy.is_sharded() && !alone;
+        match purpose {
+            Purpose::Parameters => kept,
+            Purpose::OptimizerState => kept * input.optimizer.states() as u64,
+            Purpose::GradientShards => self.shards * max_partials(input.schedule.rounds()) as u64,
+            Purpose::GatheredRoot => u64::from(gathers) * self.root_padded,
+            Purpose::GatheredUnits if !gathers => 0,
+            Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
+                self.largest_unit * gather_slots(input.units.len(), input.prefetch) as u64
+            }
+            Purpose::GatheredUnits => self.units_padded,
+            Purpose::RootGradient => self.root_padded,
+            Purpose::UnitGradient => self.largest_unit,
+        }
+    }
+
+    fn sent_elements(&self, input: &PlanInput) -> u64 {
+        let w = input.schedule.ranks();
+        let (units, root) = (input.units.len(), input.root > 0);
+        let counts = input.schedule.collectives(input.strategy, units, root);
+        let peers = (w - 1) as u64;
+        let shard_root = self.root_padded / w as u64;
+        let shard_units = self.units_padded / w as u64;
+        let per_unit = |collectives: usize| (collectives.checked_div(units).unwrap_or(0)) as u64;
+        let unit_passes = per_unit(counts.forward_gathers) + per_unit(counts.backward_gathers);
+        let rounds = if w == 1 { 0 } else { input.schedule.rounds() as u64 };
+        let gradient_gather = u64::from(counts.gradient_gathers > 0);
+        peers
+            * (shard_root * counts.root_gathers as u64
+                + shard_units * unit_passes
+                + (shard_root + shard_units) * (rounds + gradient_gather))
+    }
+}
+
+/// How many units can be gathered at once when each is freed after use: the one in use and, with prefetch, the next.
+pub fn gather_slots(units: usize, prefetch: bool) -> usize {
+    units.min(1 + usize::from(prefetch))
+}
