@@ -1,0 +1,109 @@
+//! What a rank is about to do, so that its peers can tell whether they are about to do the same.
+
+use std::fmt;
+
+/// The kinds of collective that a transport knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum OpKind {
+    /// Every rank reads every rank's part.
+    AllGather = 1,
+    /// Every rank reads its own part of every rank's whole.
+    AllToAll = 2,
+    /// Every rank reads one rank's bytes.
+    Broadcast = 3,
+    /// No bytes: every rank waits for every other.
+    Barrier = 4,
+    /// An all-to-all whose parts are summed by the receiver.
+    ReduceScatter = 5,
+}
+
+impl OpKind {
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        [OpKind::AllGather, OpKind::AllToAll, OpKind::Broadcast, OpKind::Barrier, OpKind::ReduceScatter]
+            .into_iter()
+            .find(|kind| *kind as u8 == code)
+    }
+
+    /// The field's name for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            OpKind::AllGather => "all_gather",
+            OpKind::AllToAll => "all_to_all",
+            OpKind::Broadcast => "broadcast",
+            OpKind::Barrier => "barrier",
+            OpKind::ReduceScatter => "reduce_scatter",
+        }
+    }
+}
+
+/// What travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Wire {
+    /// Bytes without further meaning.
+    Bytes = 1,
+    /// f32 elements.
+    F32 = 2,
+}
+
+impl Wire {
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        [Wire::Bytes, Wire::F32].into_iter().find(|wire| *wire as u8 == code)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Wire::Bytes => "bytes",
+            Wire::F32 => "f32",
+        }
+    }
+}
+
+/// A collective as every rank must issue it: kind, what it is for, how much, of which type, from which root.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Which collective.
+    pub kind: OpKind,
+    /// The unit or purpose. Compared up to [`Fingerprint::LABEL_BYTES`] bytes.
+    pub label: String,
+    /// Elements of the whole (gathered or unreduced) buffer.
+    pub elements: u64,
+    /// What they are.
+    pub wire: Wire,
+    /// The group rank that sends, for a broadcast.
+    pub root: u32,
+}
+
+impl Fingerprint {
+    /// Bytes of the label that travel.
+    pub const LABEL_BYTES: usize = 64;
+
+    /// A call over `elements` of type `wire`.
+    pub fn new(kind: OpKind, label: &str, elements: usize, wire: Wire) -> Self {
+        let mut end = label.len().min(Self::LABEL_BYTES);
+        while !label.is_char_boundary(end) {
+            end -= 1;
+        }
+        Self { kind, label: label[..end].to_string(), elements: elements as u64, wire, root: 0 }
+    }
+
+    /// The same call with a sending group rank.
+    pub fn from_root(mut self, root: usize) -> Self {
+        self.root = root as u32;
+        self
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of `{}`", self.kind.name(), self.label)?;
+        if self.kind != OpKind::Barrier {
+            write!(f, " ({} x {})", self.elements, self.wire.name())?;
+        }
+        if self.kind == OpKind::Broadcast {
+            write!(f, " from group rank {}", self.root)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,471 @@
+//! The collectives of a group of ranks.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::Result;
+use crate::board::CHANNELS;
+use crate::buffer::{HostBuffer, SharedBuffer};
+use crate::error::CommError;
+use crate::fingerprint::{Fingerprint, OpKind, Wire};
+use crate::pending::{PendingGather, PendingReduce, Started};
+use crate::reduce::sum_windows;
+use crate::transport::{Channel, Transport, Window};
+
+/// Elements of the buffer through which memory that was not allocated from the transport travels.
+const STAGING_NUMEL: usize = 1 << 20;
+
+/// Ranks that communicate with each other, and this rank's seat among them.
+///
+/// Collectives are issued by one thread of each member, in the same order by all. Those that take a [`SharedBuffer`]
+/// need no copy before the receiver's; those that take slices travel in pieces through a staging buffer.
+#[derive(Debug, Clone)]
+pub struct ProcessGroup {
+    transport: Arc<dyn Transport>,
+    channel: Arc<Channel>,
+    staging: Arc<Mutex<Option<SharedBuffer>>>,
+}
+
+impl ProcessGroup {
+    /// The group of all ranks.
+    pub fn world(transport: Arc<dyn Transport>) -> Self {
+        let (rank, ranks) = (transport.rank(), transport.world_size());
+        Self::over(transport, Channel::new(0, (0..ranks).collect(), rank))
+    }
+
+    fn over(transport: Arc<dyn Transport>, channel: Channel) -> Self {
+        Self { transport, channel: Arc::new(channel), staging: Arc::default() }
+    }
+
+    /// This rank's place in the group.
+    pub fn rank(&self) -> usize {
+        self.channel.index()
+    }
+
+    /// The number of ranks in the group.
+    pub fn size(&self) -> usize {
+        self.channel.members().len()
+    }
+
+    /// World ranks of the members, by group rank.
+    pub fn members(&self) -> &[usize] {
+        self.channel.members()
+    }
+
+    /// The transport below.
+    pub fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
+    }
+
+    /// Bytes of the staging buffer, if it has been needed.
+    pub fn staging_bytes(&self) -> u64 {
+        let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        staging.as_ref().map_or(0, |buffer| (buffer.numel() * size_of::<f32>()) as u64)
+    }
+
+    /// Memory that peers can read in place.
+    ///
+    /// # Errors
+    /// When the system has none.
+    pub fn allocate(&self, numel: usize) -> Result<SharedBuffer> {
+        self.transport.allocate(numel)
+    }
+
+    fn begin(&self, fingerprint: Fingerprint, lend: Option<(&SharedBuffer, usize)>) -> Result<Started> {
+        let bytes = lend.map(|(buffer, numel)| (buffer.handle(), 0..numel * size_of::<f32>()));
+        let seq = self.transport.start(&self.channel, &fingerprint, bytes)?;
+        if let Some((buffer, _)) = lend {
+            buffer.lent(&self.transport, &self.channel, seq);
+        }
+        Ok(Started {
+            transport: self.transport.clone(),
+            channel: self.channel.clone(),
+            fingerprint,
+            seq,
+            finished: false,
+        })
+    }
+
+    /// Starts gathering every rank's `part` (all equally long) into `dest`, in rank order. The parts are copied when the
+    /// result is waited for; until every rank has done so, `part` must not be written, which
+    /// [`SharedBuffer::writable`] sees to. A group of one copies at once.
+    ///
+    /// # Panics
+    /// When `dest` is shorter than all parts.
+    pub fn start_all_gather(&self, label: &str, part: &SharedBuffer, mut dest: HostBuffer) -> PendingGather {
+        let part_numel = part.numel();
+        assert!(dest.numel() >= part_numel * self.size(), "the gathered buffer holds every part");
+        if self.size() == 1 {
+            dest.as_mut_slice()[..part_numel].copy_from_slice(part.as_slice());
+            return PendingGather { started: None, dest, part_numel, error: None };
+        }
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, part_numel * self.size(), Wire::F32);
+        match self.begin(fingerprint, Some((part, part_numel))) {
+            Ok(started) => PendingGather { started: Some(started), dest, part_numel, error: None },
+            Err(error) => PendingGather { started: None, dest, part_numel, error: Some(error) },
+        }
+    }
+
+    /// Starts summing the ranks' `source` buffers so that each rank gets the sum of its part: elements
+    /// `[rank * part_numel, (rank + 1) * part_numel)`. The buffer stays lent until every rank has read its part.
+    ///
+    /// # Panics
+    /// When `source` is shorter than all parts.
+    pub fn start_reduce_scatter(
+        &self,
+        label: &str,
+        source: SharedBuffer,
+        part_numel: usize,
+    ) -> PendingReduce {
+        let numel = part_numel * self.size();
+        assert!(source.numel() >= numel, "the source holds every part");
+        if self.size() == 1 {
+            return PendingReduce { started: None, source, part_numel, error: None };
+        }
+        let fingerprint = Fingerprint::new(OpKind::ReduceScatter, label, numel, Wire::F32);
+        match self.begin(fingerprint, Some((&source, numel))) {
+            Ok(started) => PendingReduce { started: Some(started), source, part_numel, error: None },
+            Err(error) => PendingReduce { started: None, source, part_numel, error: Some(error) },
+        }
+    }
+
+    /// Waits until every rank has come here.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    pub fn barrier(&self, label: &str) -> Result<()> {
+        let mut started = self.begin(Fingerprint::new(OpKind::Barrier, label, 0, Wire::Bytes), None)?;
+        started.wait_for_all()?;
+        started.finish();
+        Ok(())
+    }
+
+    /// Gathers every rank's `part` (all equally long) into `dest`.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else, or `dest` has another length than all parts.
+    pub fn all_gather(&self, label: &str, part: &[f32], dest: &mut [f32]) -> Result<()> {
+        let n = part.len();
+        self.check(dest.len() == n * self.size(), || {
+            format!(
+                "all_gather of `{label}`: dest has {} elements, all parts have {}",
+                dest.len(),
+                n * self.size()
+            )
+        })?;
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, n * self.size(), Wire::F32);
+        self.staged(
+            &fingerprint,
+            n,
+            |piece, buffer| buffer.copy_from_slice(&part[piece]),
+            |piece, started| {
+                for peer in started.peers() {
+                    let at = peer * n;
+                    dest[at + piece.start..at + piece.end]
+                        .copy_from_slice(started.window(peer, None)?.f32s());
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// Sums the ranks' `source` so that each rank gets the sum of its part in `dest`.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else, or `source` has another length than all parts.
+    pub fn reduce_scatter(&self, label: &str, source: &[f32], dest: &mut [f32]) -> Result<()> {
+        let (n, w) = (dest.len(), self.size());
+        self.check(source.len() == n * w, || {
+            format!(
+                "reduce_scatter of `{label}`: source has {} elements, all parts have {}",
+                source.len(),
+                n * w
+            )
+        })?;
+        let fingerprint = Fingerprint::new(OpKind::ReduceScatter, label, n * w, Wire::F32);
+        // A piece carries the same range of every rank's part, so each piece is a reduce-scatter of its own.
+        self.staged_by(
+            &fingerprint,
+            n,
+            w,
+            |piece, buffer| {
+                for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
+                    part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
+                }
+            },
+            |piece, started| {
+                let bytes = piece.len() * size_of::<f32>();
+                let own = self.rank() * bytes..(self.rank() + 1) * bytes;
+                let windows = (0..w)
+                    .map(|peer| started.window(peer, Some(own.clone())))
+                    .collect::<Result<Vec<Window>>>()?;
+                let slices: Vec<&[f32]> = windows.iter().map(Window::f32s).collect();
+                sum_windows(&mut dest[piece], &slices, false);
+                Ok(())
+            },
+        )
+    }
+
+    /// Sums `buffer` over the ranks, in place: a reduce-scatter and an all-gather, so that every element is added once
+    /// and every rank has the same bits.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    pub fn all_reduce(&self, label: &str, buffer: &mut [f32]) -> Result<()> {
+        let part_numel = buffer.len().div_ceil(self.size());
+        let mut padded = buffer.to_vec();
+        padded.resize(part_numel * self.size(), 0.0);
+        let mut part = vec![0.0; part_numel];
+        self.reduce_scatter(label, &padded, &mut part)?;
+        self.all_gather(label, &part, &mut padded)?;
+        buffer.copy_from_slice(&padded[..buffer.len()]);
+        Ok(())
+    }
+
+    /// Sends `source` in equal parts: part `r` goes to rank `r`, whose `dest` gets one part from every rank.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else, or the lengths differ or are no multiple of the group's size.
+    pub fn all_to_all(&self, label: &str, source: &[f32], dest: &mut [f32]) -> Result<()> {
+        let w = self.size();
+        self.check(source.len() == dest.len() && source.len().is_multiple_of(w), || {
+            format!(
+                "all_to_all of `{label}`: source has {} and dest {} elements; both must be one multiple of {w}",
+                source.len(),
+                dest.len()
+            )
+        })?;
+        let n = source.len() / w;
+        let fingerprint = Fingerprint::new(OpKind::AllToAll, label, source.len(), Wire::F32);
+        self.staged_by(
+            &fingerprint,
+            n,
+            w,
+            |piece, buffer| {
+                for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
+                    part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
+                }
+            },
+            |piece, started| {
+                let bytes = piece.len() * size_of::<f32>();
+                let own = self.rank() * bytes..(self.rank() + 1) * bytes;
+                for peer in started.peers() {
+                    let window = started.window(peer, Some(own.clone()))?;
+                    dest[peer * n + piece.start..peer * n + piece.end].copy_from_slice(window.f32s());
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// Gives every rank the bytes of group rank `root`. All must pass the same length.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else, or `root` is not in the group.
+    pub fn broadcast(&self, label: &str, bytes: &mut [u8], root: usize) -> Result<()> {
+        self.check(root < self.size(), || {
+            format!("broadcast of `{label}` from rank {root} of {}", self.size())
+        })?;
+        let n = bytes.len().div_ceil(size_of::<f32>());
+        let mut words = vec![0.0f32; n];
+        bytemuck::cast_slice_mut::<f32, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
+        let fingerprint =
+            Fingerprint::new(OpKind::Broadcast, label, bytes.len(), Wire::Bytes).from_root(root);
+        let source = words.clone();
+        self.staged(
+            &fingerprint,
+            n,
+            |piece, buffer| buffer.copy_from_slice(&source[piece]),
+            |piece, started| {
+                // A rank that sends to itself alone would not notice that its peers wait for another.
+                started.wait_for_all()?;
+                words[piece].copy_from_slice(started.window(root, None)?.f32s());
+                Ok(())
+            },
+        )?;
+        bytes.copy_from_slice(&bytemuck::cast_slice::<f32, u8>(&words)[..bytes.len()]);
+        Ok(())
+    }
+
+    /// Every rank's `part`, by rank; all must pass the same length.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    pub fn all_gather_bytes(&self, label: &str, part: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let n = part.len().div_ceil(size_of::<f32>());
+        let mut words = vec![0.0f32; n];
+        bytemuck::cast_slice_mut::<f32, u8>(&mut words)[..part.len()].copy_from_slice(part);
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, part.len() * self.size(), Wire::Bytes);
+        let mut parts = vec![Vec::with_capacity(part.len()); self.size()];
+        self.staged(
+            &fingerprint,
+            n,
+            |piece, buffer| buffer.copy_from_slice(&words[piece]),
+            |_, started| {
+                for peer in started.peers() {
+                    parts[peer].extend_from_slice(started.window(peer, None)?.bytes());
+                }
+                Ok(())
+            },
+        )?;
+        parts.iter_mut().for_each(|p| p.truncate(part.len()));
+        Ok(parts)
+    }
+
+    /// Every rank's `part`, by rank, of any lengths.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    pub fn all_gather_varied(&self, label: &str, part: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let lengths = self.all_gather_bytes(label, &(part.len() as u64).to_le_bytes())?;
+        let lengths: Vec<usize> = lengths
+            .iter()
+            .map(|l| l.as_slice().try_into().map_or(0, |bytes| u64::from_le_bytes(bytes) as usize))
+            .collect();
+        let mut padded = part.to_vec();
+        padded.resize(lengths.iter().copied().max().unwrap_or(0), 0);
+        let mut parts = self.all_gather_bytes(label, &padded)?;
+        parts.iter_mut().zip(lengths).for_each(|(p, n)| p.truncate(n));
+        Ok(parts)
+    }
+
+    /// Splits the group: members that pass the same `color` form a group of their own, ordered by `key`, then by rank.
+    /// Every member must call it.
+    ///
+    /// # Errors
+    /// When a peer is lost or late, or the world has no group left to give.
+    pub fn split(&self, color: u64, key: u64) -> Result<ProcessGroup> {
+        let mut own = [0u8; 24];
+        own[..8].copy_from_slice(&color.to_le_bytes());
+        own[8..16].copy_from_slice(&key.to_le_bytes());
+        own[16..].copy_from_slice(&(self.transport.next_channel() as u64).to_le_bytes());
+        let all = self.all_gather_bytes("split", &own)?;
+        let word = |bytes: &[u8], at: usize| {
+            bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+        };
+        // One number beyond all that any member has in use, and the same for every color: groups of different colors have
+        // no member in common, so they may share it.
+        let id = all.iter().map(|b| word(b, 16) as usize).max().unwrap_or(0);
+        self.check(id < CHANNELS, || {
+            format!("a world can hold {CHANNELS} groups at a time, and all are in use")
+        })?;
+        self.transport.reserve_channels(id + 1);
+        let mut members: Vec<(u64, usize)> = all
+            .iter()
+            .enumerate()
+            .filter(|(_, b)| word(b, 0) == color)
+            .map(|(rank, b)| (word(b, 8), rank))
+            .collect();
+        members.sort_unstable();
+        let index = members.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
+        let world_ranks = members.iter().map(|(_, rank)| self.channel.members()[*rank]).collect();
+        Ok(Self::over(self.transport.clone(), Channel::new(id, world_ranks, index)))
+    }
+
+    /// Compares settings among the ranks: equal lists of `(name, value)` everywhere, or an error on every rank that
+    /// names the first difference, both values and both ranks.
+    ///
+    /// # Errors
+    /// When the lists differ, or a peer is lost or late.
+    pub fn check_agreement(&self, what: &str, settings: &[(String, String)]) -> Result<()> {
+        let mut text = String::new();
+        for (name, value) in settings {
+            text.push_str(&format!("{name}\u{1f}{value}\u{1e}"));
+        }
+        let all = self.all_gather_varied("settings", text.as_bytes())?;
+        let lists: Vec<Vec<(String, String)>> = all.iter().map(|bytes| parse_settings(bytes)).collect();
+        for (rank, list) in lists.iter().enumerate().skip(1) {
+            if let Some(difference) = first_difference(&lists[0], list) {
+                let (first, other) = (self.members()[0], self.members()[rank]);
+                let message = difference.describe(what, first, other);
+                return Err(CommError::Disagreement(message));
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, right: bool, message: impl FnOnce() -> String) -> Result<()> {
+        if right { Ok(()) } else { Err(CommError::Usage { rank: self.transport.rank(), message: message() }) }
+    }
+
+    fn staged(
+        &self,
+        fingerprint: &Fingerprint,
+        numel: usize,
+        fill: impl FnMut(std::ops::Range<usize>, &mut [f32]),
+        take: impl FnMut(std::ops::Range<usize>, &Started) -> Result<()>,
+    ) -> Result<()> {
+        self.staged_by(fingerprint, numel, 1, fill, take)
+    }
+
+    /// Sends `numel` elements of each of `parts` parts in pieces that fit the staging buffer: `fill` writes a piece, `take`
+    /// reads the peers'.
+    fn staged_by(
+        &self,
+        fingerprint: &Fingerprint,
+        numel: usize,
+        parts: usize,
+        mut fill: impl FnMut(std::ops::Range<usize>, &mut [f32]),
+        mut take: impl FnMut(std::ops::Range<usize>, &Started) -> Result<()>,
+    ) -> Result<()> {
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let piece_numel = (STAGING_NUMEL / parts).max(1).min(numel.max(1));
+        let mut start = 0;
+        loop {
+            let piece = start..(start + piece_numel).min(numel);
+            let total = piece.len() * parts;
+            let buffer = match staging.take().filter(|b| b.numel() >= total) {
+                Some(buffer) => staging.insert(buffer),
+                None => staging.insert(self.allocate(total.max(1024))?),
+            };
+            fill(piece.clone(), &mut buffer.writable()?[..total]);
+            let mut started = self.begin(fingerprint.clone(), Some((buffer, total)))?;
+            take(piece.clone(), &started)?;
+            started.finish();
+            start = piece.end;
+            if start >= numel {
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn parse_settings(bytes: &[u8]) -> Vec<(String, String)> {
+    String::from_utf8_lossy(bytes)
+        .split_terminator('\u{1e}')
+        .filter_map(|entry| entry.split_once('\u{1f}'))
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect()
+}
+
+/// A setting that two ranks do not share.
+struct Difference {
+    name: String,
+    values: [Option<String>; 2],
+}
+
+impl Difference {
+    fn describe(&self, what: &str, first: usize, other: usize) -> String {
+        let value = |v: &Option<String>| v.as_ref().map_or("unset".to_string(), |v| format!("`{v}`"));
+        format!(
+            "ranks were started with different {what}: {} is {} on rank {first} but {} on rank {other}; start every rank \
+             with the same {what}",
+            self.name,
+            value(&self.values[0]),
+            value(&self.values[1])
+        )
+    }
+}
+
+fn first_difference(a: &[(String, String)], b: &[(String, String)]) -> Option<Difference> {
+    let find = |list: &[(String, String)], name: &str| {
+        list.iter().find(|(n, _)| n == name).map(|(_, value)| value.clone())
+    };
+    let names = a.iter().chain(b).map(|(name, _)| name);
+    for name in names {
+        let values = [find(a, name), find(b, name)];
+        if values[0] != values[1] {
+            return Some(Difference { name: name.clone(), values });
+        }
+    }
+    None
+}

@@ -1,0 +1,159 @@
+//! What a rank can do with its peers: lend bytes, read what they lend, and learn when its own are free again.
+//!
+//! Every collective is one such exchange. In an all-gather a rank lends its part and reads everyone's; in an all-to-all
+//! it lends its whole and reads its own part of everyone's; in a broadcast one rank lends; in a barrier nobody does.
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::Result;
+use crate::buffer::{RegionHandle, SharedBuffer};
+use crate::error::CommError;
+use crate::fingerprint::Fingerprint;
+use crate::mapping::Mapping;
+
+/// The members of a group and their place in its order of operations.
+#[derive(Debug)]
+pub struct Channel {
+    id: usize,
+    members: Vec<usize>,
+    index: usize,
+    next: AtomicU64,
+}
+
+impl Channel {
+    pub(crate) fn new(id: usize, members: Vec<usize>, index: usize) -> Self {
+        Self { id, members, index, next: AtomicU64::new(0) }
+    }
+
+    /// The channel's number in the world.
+    pub fn id(&self) -> usize {
+        self.id
+    }
+
+    /// World ranks of the members, by group rank.
+    pub fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    /// This rank's group rank.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(crate) fn next_sequence(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+/// The bytes that a rank lends in one operation: nothing, or a range (in bytes) of a shared buffer.
+pub type Lend<'a> = Option<(&'a RegionHandle, Range<usize>)>;
+
+/// Bytes that a peer lends, readable until this rank finishes the operation.
+#[derive(Debug, Clone)]
+pub struct Window {
+    memory: Arc<Mapping>,
+    range: Range<usize>,
+}
+
+impl Window {
+    pub(crate) fn new(memory: Arc<Mapping>, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > memory.len() {
+            return Err(CommError::system(
+                "reading a peer's bytes",
+                format!("{range:?} of {} bytes", memory.len()),
+            ));
+        }
+        Ok(Self { memory, range })
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the range is inside the mapping (checked in `new`), which lives as long as `self`. The lender does not
+        // write them before this rank has finished the operation: `SharedBuffer::writable` waits for that.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().add(self.range.start), self.range.len()) }
+    }
+
+    /// The bytes as f32 elements; empty when the range is not a whole number of aligned elements.
+    pub fn f32s(&self) -> &[f32] {
+        bytemuck::try_cast_slice(self.bytes()).unwrap_or_default()
+    }
+}
+
+/// A way for the ranks of a world to exchange bytes.
+///
+/// Operations of one channel are started in one order by every member and may be finished in any order. Starting never
+/// waits for peers (beyond a bound on unfinished operations); every wait ends at the deadline.
+pub trait Transport: Send + Sync + Debug {
+    /// The transport's name in configurations and reports.
+    fn name(&self) -> &'static str;
+
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// How long a collective may wait for a peer.
+    fn deadline(&self) -> Duration;
+
+    /// Zeroed memory of `numel` f32 elements that peers can read in place.
+    ///
+    /// # Errors
+    /// When the system has none.
+    fn allocate(&self, numel: usize) -> Result<SharedBuffer>;
+
+    /// Starts the channel's next operation and returns its sequence number; peers may read `lend` from now on.
+    ///
+    /// # Errors
+    /// When the world has failed.
+    fn start(&self, channel: &Channel, fingerprint: &Fingerprint, lend: Lend<'_>) -> Result<u64>;
+
+    /// Waits for group rank `peer` to start operation `seq`.
+    ///
+    /// # Errors
+    /// When the peer started something else, is lost, or is late.
+    fn wait_started(&self, channel: &Channel, seq: u64, fingerprint: &Fingerprint, peer: usize)
+    -> Result<()>;
+
+    /// What group rank `peer` lends in operation `seq`, cut to `range` of the lent bytes (all of them when `None`);
+    /// waits for the peer to start it.
+    ///
+    /// # Errors
+    /// When the peer started something else, is lost, or is late.
+    fn window(
+        &self,
+        channel: &Channel,
+        seq: u64,
+        fingerprint: &Fingerprint,
+        peer: usize,
+        range: Option<Range<usize>>,
+    ) -> Result<Window>;
+
+    /// Tells the peers that this rank has finished reading in operation `seq`.
+    fn finish(&self, channel: &Channel, seq: u64);
+
+    /// Whether every member has finished reading in operation `seq`.
+    fn is_released(&self, channel: &Channel, seq: u64) -> bool;
+
+    /// Waits for that.
+    ///
+    /// # Errors
+    /// When a peer is lost or late.
+    fn wait_released(&self, channel: &Channel, seq: u64) -> Result<()>;
+
+    /// Makes this rank's failure known to every rank: their waits end with it.
+    fn fail(&self, error: &CommError);
+
+    /// The failure that ended the world, if any.
+    fn failure(&self) -> Option<CommError>;
+
+    /// Reserves channel numbers: the first that this rank has not seen in use.
+    fn next_channel(&self) -> usize;
+
+    /// Notes that channel numbers below `next` are in use.
+    fn reserve_channels(&self, next: usize);
+}
