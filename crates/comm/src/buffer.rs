@@ -62,7 +62,7 @@ pub struct RegionHandle {
     pub(crate) id: RegionId,
     pub(crate) memory: Arc<Mapping>,
     store: Arc<SharedMemory>,
-    /// Set when a peer may still read the region as its owner ends: then it stays until the world ends.
+    /// Set when a peer may still read the region as its owner goes: then it stays until the world ends.
     keep: bool,
 }
 
@@ -82,6 +82,8 @@ struct Loan {
 }
 
 /// Memory for f32 elements that peers can read in place, zeroed at first.
+///
+/// Dropped while peers still read it, its memory is given back only when the world ends.
 pub struct SharedBuffer {
     region: RegionHandle,
     numel: usize,
@@ -142,12 +144,9 @@ impl SharedBuffer {
 impl Drop for SharedBuffer {
     fn drop(&mut self) {
         let loans = self.loans.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // After a failure no peer will come to release anything: do not wait, and leave the bytes as they are.
-        self.region.keep = !loans.iter().all(|loan| {
-            loan.transport.is_released(&loan.channel, loan.seq)
-                || (loan.transport.failure().is_none()
-                    && loan.transport.wait_released(&loan.channel, loan.seq).is_ok())
-        });
+        // Waiting for peers here could wait for ever: they may need this rank to go on first. What they may still read
+        // stays as it is until the world ends.
+        self.region.keep = !loans.iter().all(|loan| loan.transport.is_released(&loan.channel, loan.seq));
     }
 }
 

@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::Result;
 use crate::board::CHANNELS;
-use crate::buffer::{HostBuffer, SharedBuffer};
+use crate::buffer::SharedBuffer;
 use crate::error::CommError;
 use crate::fingerprint::{Fingerprint, OpKind, Wire};
-use crate::pending::{PendingGather, PendingReduce, Started};
+use crate::pending::{GatherTarget, PendingGather, PendingReduce, Started};
 use crate::reduce::sum_windows;
 use crate::transport::{Channel, Transport, Window};
 
@@ -91,18 +91,27 @@ impl ProcessGroup {
     ///
     /// # Panics
     /// When `dest` is shorter than all parts.
-    pub fn start_all_gather(&self, label: &str, part: &SharedBuffer, mut dest: HostBuffer) -> PendingGather {
+    pub fn start_all_gather<T: GatherTarget>(
+        &self,
+        label: &str,
+        part: &SharedBuffer,
+        dest: T,
+    ) -> PendingGather<T> {
         let part_numel = part.numel();
         assert!(dest.numel() >= part_numel * self.size(), "the gathered buffer holds every part");
+        let mut pending = PendingGather { started: None, dest, part_numel, error: None };
         if self.size() == 1 {
-            dest.as_mut_slice()[..part_numel].copy_from_slice(part.as_slice());
-            return PendingGather { started: None, dest, part_numel, error: None };
+            let copied =
+                pending.dest.target().map(|dest| dest[..part_numel].copy_from_slice(part.as_slice()));
+            pending.error = copied.err();
+            return pending;
         }
         let fingerprint = Fingerprint::new(OpKind::AllGather, label, part_numel * self.size(), Wire::F32);
         match self.begin(fingerprint, Some((part, part_numel))) {
-            Ok(started) => PendingGather { started: Some(started), dest, part_numel, error: None },
-            Err(error) => PendingGather { started: None, dest, part_numel, error: Some(error) },
+            Ok(started) => pending.started = Some(started),
+            Err(error) => pending.error = Some(error),
         }
+        pending
     }
 
     /// Starts summing the ranks' `source` buffers so that each rank gets the sum of its part: elements
@@ -413,9 +422,14 @@ impl ProcessGroup {
         loop {
             let piece = start..(start + piece_numel).min(numel);
             let total = piece.len() * parts;
-            let buffer = match staging.take().filter(|b| b.numel() >= total) {
-                Some(buffer) => staging.insert(buffer),
-                None => staging.insert(self.allocate(total.max(1024))?),
+            let buffer = match staging.take() {
+                Some(buffer) if buffer.numel() >= total => staging.insert(buffer),
+                outgrown => {
+                    if let Some(mut outgrown) = outgrown {
+                        outgrown.writable()?;
+                    }
+                    staging.insert(self.allocate(total.max(1024))?)
+                }
             };
             fill(piece.clone(), &mut buffer.writable()?[..total]);
             let mut started = self.begin(fingerprint.clone(), Some((buffer, total)))?;

@@ -1,5 +1,6 @@
 //! Collectives in flight. Each owns its buffers until it is waited for; dropping one releases the peers and never panics.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use crate::Result;
@@ -51,21 +52,58 @@ impl Drop for Started {
     }
 }
 
+/// Memory that an all-gather can fill.
+pub trait GatherTarget: Send + Debug {
+    /// The number of elements.
+    fn numel(&self) -> usize;
+
+    /// The elements, to write.
+    ///
+    /// # Errors
+    /// When they are lent to peers that do not give them back.
+    fn target(&mut self) -> Result<&mut [f32]>;
+}
+
+impl GatherTarget for HostBuffer {
+    fn numel(&self) -> usize {
+        self.numel()
+    }
+
+    fn target(&mut self) -> Result<&mut [f32]> {
+        Ok(self.as_mut_slice())
+    }
+}
+
+impl GatherTarget for SharedBuffer {
+    fn numel(&self) -> usize {
+        self.numel()
+    }
+
+    fn target(&mut self) -> Result<&mut [f32]> {
+        self.writable()
+    }
+}
+
 /// An all-gather whose parts arrive in a buffer that it owns.
 #[derive(Debug)]
-pub struct PendingGather {
+pub struct PendingGather<T = HostBuffer> {
     pub(crate) started: Option<Started>,
-    pub(crate) dest: HostBuffer,
+    pub(crate) dest: T,
     pub(crate) part_numel: usize,
     /// Why the operation could not be started.
     pub(crate) error: Option<crate::CommError>,
 }
 
-impl PendingGather {
+impl<T: GatherTarget> PendingGather<T> {
     /// Waits for every part and hands the buffer back, whole when the result is `Ok`.
-    pub fn wait(mut self) -> (HostBuffer, Result<()>) {
+    pub fn wait(mut self) -> (T, Result<()>) {
         let result = self.copy_parts();
         (self.dest, result)
+    }
+
+    /// Gives up on the parts and hands the buffer back as it is; the peers are not disturbed.
+    pub fn cancel(self) -> T {
+        self.dest
     }
 
     fn copy_parts(&mut self) -> Result<()> {
@@ -73,10 +111,11 @@ impl PendingGather {
             return Err(error);
         }
         let Some(started) = &mut self.started else { return Ok(()) };
+        let dest = self.dest.target()?;
         for peer in started.peers() {
             let window = started.window(peer, None)?;
             let at = peer * self.part_numel;
-            self.dest.as_mut_slice()[at..at + self.part_numel].copy_from_slice(window.f32s());
+            dest[at..at + self.part_numel].copy_from_slice(window.f32s());
         }
         started.finish();
         Ok(())
@@ -106,7 +145,7 @@ impl PendingReduce {
             return Err(error);
         }
         let Some(started) = &mut self.started else {
-            sum_windows(dst, &[self.source.as_slice()], add);
+            sum_windows(dst, &[&self.source.as_slice()[..self.part_numel]], add);
             return Ok(());
         };
         let bytes = self.part_numel * size_of::<f32>();

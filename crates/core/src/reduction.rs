@@ -26,6 +26,11 @@ impl<T> CarryCounter<T> {
         self.levels.first_mut().and_then(Option::take)
     }
 
+    /// Whether [`CarryCounter::take_lowest`] would find one.
+    pub fn has_lowest(&self) -> bool {
+        self.levels.first().is_some_and(Option::is_some)
+    }
+
     /// Puts back a sum that holds `items` (1, or 2 after a successful [`CarryCounter::take_lowest`]) items, merging
     /// `(older, newer) -> sum` for as long as the place is taken.
     pub fn push(&mut self, item: T, items: usize, mut merge: impl FnMut(T, T) -> T) {

@@ -1,1 +1,38 @@
-//! TBD
+//! The life of sharded parameters, gradients and optimizer state, for any tensor library.
+//!
+//! An [`Engine`] holds one rank's part of a model: a [`handle::FlatParamHandle`] for each unit and one for the root. An
+//! adapter calls it around each unit's forward and backward; the engine gathers, frees, reduces and, at the end of a
+//! step, clips and updates. It knows flat f32 buffers, not tensors.
+//!
+//! - [`engine`]: the step, and which call is allowed when.
+//! - [`handle`]: one unit's buffers and their states.
+//! - [`coordinator`]: the order of units, and what is gathered ahead.
+//! - [`optimizer`], [`lr`], [`norm`]: the update.
+//! - [`ledger`], [`events`]: what is held, and what happened.
+
+pub mod coordinator;
+pub mod engine;
+pub mod error;
+pub mod events;
+pub mod handle;
+pub mod ledger;
+pub mod lr;
+pub mod norm;
+pub mod optimizer;
+mod partial;
+mod pool;
+mod reduce;
+mod unshard;
+pub mod view;
+
+pub use engine::{Engine, EngineConfig, StepReport, UnitId};
+pub use error::EngineError;
+pub use events::{Event, EventKind};
+pub use handle::{FlatParamHandle, ParamStatus};
+pub use ledger::Ledger;
+pub use lr::LrSchedule;
+pub use optimizer::{DecayRule, OptimizerConfig};
+pub use view::FlatView;
+
+/// The result of an engine call.
+pub type Result<T> = std::result::Result<T, EngineError>;

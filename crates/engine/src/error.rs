@@ -1,0 +1,65 @@
+//! What can go wrong in a step; messages name the unit, the state and the call.
+
+use shardwise_comm::CommError;
+use shardwise_core::{LayoutError, PlanError};
+use thiserror::Error;
+
+/// A failed engine call. Once a collective has failed the engine stays failed: every later step returns the same error.
+#[derive(Debug, Clone, PartialEq, Error)]
+pub enum EngineError {
+    /// Communication failed.
+    #[error("rank {rank}: {source}")]
+    Comm {
+        /// The reporting rank.
+        rank: usize,
+        /// What happened.
+        source: CommError,
+    },
+    /// The parameters cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The step cannot be scheduled.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A call that the engine's state does not allow.
+    #[error("{call} of unit {unit} is not allowed in state {state}; {remedy}")]
+    State {
+        /// The unit with its summary, or `root`.
+        unit: String,
+        /// The state.
+        state: &'static str,
+        /// The call.
+        call: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// A parameter was read while its unit was not gathered.
+    #[error(
+        "parameter `{path}` of unit `{unit}` was read while its unit is sharded; read it inside the unit's call, or gather \
+         it first"
+    )]
+    NotGathered {
+        /// The parameter.
+        path: String,
+        /// Its unit.
+        unit: String,
+    },
+    /// A gradient is NaN or infinite.
+    #[error(
+        "the gradient of step {step} is not finite: the first such element is {value} in parameter `{path}` (found on rank \
+         {rank}); no parameter was changed; lower train.lr, set train.clip_norm, or look at the data of this step"
+    )]
+    NonFinite {
+        /// The step, counted from 1.
+        step: u64,
+        /// The rank that owns the element.
+        rank: usize,
+        /// The parameter.
+        path: String,
+        /// The value.
+        value: f32,
+    },
+    /// The caller passed something impossible.
+    #[error("{0}")]
+    Usage(String),
+}

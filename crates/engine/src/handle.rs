@@ -1,0 +1,397 @@
+//! One unit's flat parameter on one rank: its shard, the gathered whole while it is needed, its gradient, its statistics.
+//!
+//! Three small state machines: the parameters ([`ParamState`]), the full gradient ([`GradientState`]) and the partial
+//! sums of the gradient's shard. The engine moves them; each move checks that it is allowed.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use shardwise_comm::{CommError, HostBuffer, PendingGather, PendingReduce, ProcessGroup, SharedBuffer};
+use shardwise_core::{FlatLayout, Purpose, ShardMetadata, ShardingStrategy};
+
+use crate::ledger::Ledger;
+use crate::optimizer::{DecayRule, OptimizerConfig, Update};
+use crate::partial::PartialSums;
+use crate::view::FlatView;
+
+/// Where the full parameters are.
+#[derive(Debug)]
+pub(crate) enum ParamState {
+    /// Every rank has only its shard.
+    Sharded,
+    /// A gather is under way.
+    InFlight(PendingGather),
+    /// Here, in a buffer of the pool.
+    Gathered(HostBuffer),
+    /// Always here: one rank, or no sharding.
+    Resident,
+}
+
+/// Whether a unit's full parameters can be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParamStatus {
+    /// Every rank has only its shard.
+    NotAvailable,
+    /// A gather is under way.
+    InFlight,
+    /// The full parameters are here.
+    Available,
+}
+
+/// Where the full gradient of the current micro-batch is.
+#[derive(Debug)]
+pub(crate) enum GradientState {
+    /// Nothing has been written.
+    Absent,
+    /// Parameters write their parts; those that have are marked.
+    Writing {
+        /// The full gradient, padded.
+        buffer: SharedBuffer,
+        /// By parameter.
+        written: Vec<bool>,
+    },
+    /// Lent to the peers; this rank has not summed its part yet.
+    Reducing(PendingReduce),
+}
+
+/// A run of owned elements that one update rule serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Segment {
+    range: Range<usize>,
+    decay: bool,
+}
+
+/// One unit's flat parameter on one rank.
+#[derive(Debug)]
+pub struct FlatParamHandle {
+    layout: FlatLayout,
+    group_size: usize,
+    /// The elements of the flat parameter that `params` holds, without padding.
+    owned: Range<usize>,
+    /// The elements whose gradient this rank sums, without padding: its shard.
+    shard: Range<usize>,
+    pub(crate) params: SharedBuffer,
+    pub(crate) view: Arc<FlatView>,
+    pub(crate) state: ParamState,
+    /// Calls that compute with the full parameters now.
+    pub(crate) users: usize,
+    /// Forward calls of the current micro-batch whose backward is still to come.
+    pub(crate) calls: usize,
+    pub(crate) gradient: GradientState,
+    pub(crate) partials: PartialSums,
+    /// The gradient's shard of the whole step, between the last reduction and the update.
+    pub(crate) sum: Option<SharedBuffer>,
+    statistics: Vec<HostBuffer>,
+    segments: Vec<Segment>,
+    updates: u64,
+}
+
+/// What all handles of an engine share.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HandleConfig {
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) optimizer: OptimizerConfig,
+    pub(crate) decay: DecayRule,
+}
+
+impl FlatParamHandle {
+    /// Allocates the shard (zeros) and the statistics.
+    pub(crate) fn new(
+        layout: FlatLayout,
+        group: &ProcessGroup,
+        config: &HandleConfig,
+        ledger: &mut Ledger,
+    ) -> Result<Self, CommError> {
+        let shard = layout.shard_range(group.rank());
+        let whole = group.size() == 1 || !config.strategy.is_sharded();
+        let (owned, numel) =
+            if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
+        let mut params = group.allocate(numel)?;
+        ledger.add(Purpose::Parameters, numel);
+        if cfg!(debug_assertions) {
+            // Padding must never be read: whoever does gets NaN.
+            params.writable()?[owned.len()..].fill(f32::NAN);
+        }
+        let statistics = (0..config.optimizer.kind().states())
+            .map(|_| {
+                ledger.add(Purpose::OptimizerState, numel);
+                HostBuffer::new(numel)
+            })
+            .collect::<Result<_, _>>()?;
+        let segments = segments(&layout, &owned, config.decay);
+        let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
+        let state = if whole {
+            view.set(params.as_ptr());
+            ParamState::Resident
+        } else {
+            ParamState::Sharded
+        };
+        Ok(Self {
+            layout,
+            group_size: group.size(),
+            owned,
+            shard,
+            params,
+            view,
+            state,
+            users: 0,
+            calls: 0,
+            gradient: GradientState::Absent,
+            partials: PartialSums::default(),
+            sum: None,
+            statistics,
+            segments,
+            updates: 0,
+        })
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &FlatLayout {
+        &self.layout
+    }
+
+    /// The unit's name.
+    pub fn name(&self) -> &str {
+        self.layout.unit()
+    }
+
+    /// The elements of the flat parameter that this rank keeps.
+    pub fn owned(&self) -> Range<usize> {
+        self.owned.clone()
+    }
+
+    /// Whether the full parameters are here.
+    pub fn status(&self) -> ParamStatus {
+        match self.state {
+            ParamState::Sharded => ParamStatus::NotAvailable,
+            ParamState::InFlight(_) => ParamStatus::InFlight,
+            ParamState::Gathered(_) | ParamState::Resident => ParamStatus::Available,
+        }
+    }
+
+    /// One line for messages: name, status, sizes, users.
+    pub fn summary(&self) -> String {
+        format!(
+            "`{}` ({:?}, {} parameters with {} elements, {} of them here, requires_grad {}, {} users)",
+            self.name(),
+            self.status(),
+            self.layout.params().len(),
+            self.layout.numel(),
+            self.owned.len(),
+            self.layout.requires_grad(),
+            self.users
+        )
+    }
+
+    /// Where the full parameters are seen while they exist.
+    pub fn view(&self) -> &Arc<FlatView> {
+        &self.view
+    }
+
+    /// Whether a gather would do anything.
+    pub(crate) fn needs_unshard(&self) -> bool {
+        matches!(self.state, ParamState::Sharded)
+    }
+
+    /// Starts the gather into `dest`.
+    pub(crate) fn start_unshard(&mut self, group: &ProcessGroup, dest: HostBuffer) {
+        debug_assert!(self.needs_unshard());
+        self.state = ParamState::InFlight(group.start_all_gather(self.layout.unit(), &self.params, dest));
+    }
+
+    /// Waits for a gather that is under way. After a failure the buffer holds zeros, so that the computation it was
+    /// meant for can run to its end.
+    pub(crate) fn wait_for_unshard(&mut self) -> Result<(), CommError> {
+        match std::mem::replace(&mut self.state, ParamState::Sharded) {
+            ParamState::InFlight(pending) => {
+                let (mut buffer, result) = pending.wait();
+                if result.is_err() {
+                    buffer.as_mut_slice().fill(0.0);
+                }
+                self.view.set(buffer.as_ptr());
+                self.state = ParamState::Gathered(buffer);
+                result
+            }
+            other => {
+                self.state = other;
+                Ok(())
+            }
+        }
+    }
+
+    /// Frees the full parameters and returns their buffer; nothing to do when they are resident.
+    pub(crate) fn reshard(&mut self) -> Option<HostBuffer> {
+        match std::mem::replace(&mut self.state, ParamState::Sharded) {
+            ParamState::Gathered(mut buffer) => {
+                self.view.clear();
+                if cfg!(debug_assertions) {
+                    // Whoever still reads the freed parameters gets NaN.
+                    buffer.as_mut_slice().fill(f32::NAN);
+                }
+                Some(buffer)
+            }
+            ParamState::InFlight(pending) => Some(pending.cancel()),
+            other => {
+                self.state = other;
+                None
+            }
+        }
+    }
+
+    /// Lets parameter `index` write its gradient: `write(window, overwrite)`.
+    pub(crate) fn write_gradient(
+        &mut self,
+        index: usize,
+        write: impl FnOnce(&mut [f32], bool),
+    ) -> Result<(), CommError> {
+        let GradientState::Writing { buffer, written } = &mut self.gradient else { return Ok(()) };
+        let window = &mut buffer.writable()?[self.layout.params()[index].range()];
+        write(window, !written[index]);
+        written[index] = true;
+        Ok(())
+    }
+
+    /// Zeroes what no parameter has written and lends the full gradient to the peers.
+    pub(crate) fn start_reduce(&mut self, group: &ProcessGroup) -> Result<(), CommError> {
+        let GradientState::Writing { mut buffer, written } =
+            std::mem::replace(&mut self.gradient, GradientState::Absent)
+        else {
+            return Ok(());
+        };
+        let flat = buffer.writable()?;
+        for (param, _) in self.layout.params().iter().zip(&written).filter(|(_, written)| !**written) {
+            flat[param.range()].fill(0.0);
+        }
+        let padding = if cfg!(debug_assertions) { f32::NAN } else { 0.0 };
+        flat[self.layout.numel()..self.layout.padded_numel()].fill(padding);
+        let part = self.layout.shard_numel();
+        self.gradient = GradientState::Reducing(group.start_reduce_scatter(self.layout.unit(), buffer, part));
+        Ok(())
+    }
+
+    /// Sums this rank's part of a reduction that is under way, and hands the full gradient's buffer back.
+    pub(crate) fn finish_reduce(&mut self) -> Option<(SharedBuffer, Result<(), CommError>)> {
+        match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Reducing(mut pending) => {
+                let result = self.partials.take_in(&mut pending);
+                Some((pending.into_source(), result))
+            }
+            other => {
+                self.gradient = other;
+                None
+            }
+        }
+    }
+
+    /// Makes sure that the next sum over ranks has a buffer. A step's rounds have theirs already; only a unit that is
+    /// reduced more than once in a round needs another.
+    pub(crate) fn reserve_next_partial(
+        &mut self,
+        group: &ProcessGroup,
+        ledger: &mut Ledger,
+    ) -> Result<(), CommError> {
+        if self.partials.needs_buffer() {
+            self.reserve_partials(self.partials.buffers() + 1, group, ledger)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Makes sure that there are buffers for `partials` sums.
+    pub(crate) fn reserve_partials(
+        &mut self,
+        partials: usize,
+        group: &ProcessGroup,
+        ledger: &mut Ledger,
+    ) -> Result<(), CommError> {
+        while self.partials.buffers() < partials {
+            self.partials.give(group.allocate(self.layout.shard_numel())?);
+            ledger.add(Purpose::GradientShards, self.layout.shard_numel());
+        }
+        Ok(())
+    }
+
+    /// Merges the partial sums of the step, divides by `divisor` and returns the sum of squares of this rank's part;
+    /// `None` when the unit had no gradient in this step.
+    pub(crate) fn finish_gradient(
+        &mut self,
+        divisor: f32,
+    ) -> Result<Option<crate::norm::DoubleDouble>, CommError> {
+        let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
+        let numel = self.shard.len();
+        let squares = crate::norm::divide_and_square_sum(&mut sum.writable()?[..numel], divisor);
+        self.sum = Some(sum);
+        Ok(Some(squares))
+    }
+
+    /// The first element of this rank's gradient shard that is NaN or infinite, with its parameter's path.
+    pub(crate) fn first_non_finite(&self) -> Option<(String, f32)> {
+        let sum = self.sum.as_ref()?;
+        let index = sum.as_slice()[..self.shard.len()].iter().position(|g| !g.is_finite())?;
+        let at = ShardMetadata::of_range(
+            self.layout.params(),
+            self.shard.start + index..self.shard.start + index + 1,
+        );
+        let path = at.params.first().map_or_else(|| self.name().to_string(), |p| p.path.clone());
+        Some((path, sum.as_slice()[index]))
+    }
+
+    /// Gathers the summed gradient into `dest`, for ranks that update all parameters.
+    pub(crate) fn gather_gradient(
+        &mut self,
+        group: &ProcessGroup,
+        dest: SharedBuffer,
+    ) -> (SharedBuffer, Result<(), CommError>) {
+        match &self.sum {
+            Some(sum) => group.start_all_gather(self.layout.unit(), sum, dest).wait(),
+            None => (dest, Ok(())),
+        }
+    }
+
+    /// Updates the owned parameters from `whole`, the full gradient, or from the gradient's shard; gives the shard's
+    /// buffer back to the partial sums.
+    pub(crate) fn update(&mut self, update: Update, whole: Option<&SharedBuffer>) -> Result<(), CommError> {
+        let Some(sum) = self.sum.take() else { return Ok(()) };
+        self.updates += 1;
+        let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
+        let params = self.params.writable()?;
+        for segment in &self.segments {
+            let range = segment.range.clone();
+            let mut statistics: Vec<&mut [f32]> =
+                self.statistics.iter_mut().map(|s| &mut s.as_mut_slice()[range.clone()]).collect();
+            let update = Update { count: self.updates, decay: segment.decay, ..update };
+            update.apply(&mut params[range.clone()], &gradient[range], &mut statistics);
+        }
+        self.partials.give(sum);
+        Ok(())
+    }
+
+    /// Drops the step's gradient.
+    pub(crate) fn discard_gradient(&mut self) {
+        if let Some(sum) = self.sum.take() {
+            self.partials.give(sum);
+        }
+    }
+
+    /// Bytes that this rank sends in one gather of `S`-element parts to its peers.
+    pub(crate) fn part_bytes_to_peers(&self) -> u64 {
+        ((self.group_size - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
+    }
+}
+
+/// The owned elements in runs that decay or do not.
+fn segments(layout: &FlatLayout, owned: &Range<usize>, rule: DecayRule) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
+    for param in layout.params() {
+        let range = param.range().start.max(owned.start)..param.range().end.min(owned.end);
+        if range.start >= range.end {
+            continue;
+        }
+        let (range, decay) = (range.start - owned.start..range.end - owned.start, rule.applies(param));
+        match segments.last_mut() {
+            Some(last) if last.decay == decay && last.range.end == range.start => last.range.end = range.end,
+            _ => segments.push(Segment { range, decay }),
+        }
+    }
+    segments
+}

@@ -1,0 +1,256 @@
+//! A model without tensors: each parameter's gradient is a plain function of its value and of the micro-batch, so that a
+//! few lines of unsharded code can serve as the reference for every bit.
+#![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
+
+use std::time::Duration;
+
+use shardwise_comm::{ProcessGroup, threads};
+use shardwise_core::{CarryCounter, FlatLayout, ParamSpec, RoundAssignment, ShardingStrategy};
+use shardwise_engine::{DecayRule, Engine, EngineConfig, EngineError, OptimizerConfig, StepReport, UnitId};
+
+pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const ADAMW: OptimizerConfig =
+    OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 };
+pub const MOMENTUM: OptimizerConfig = OptimizerConfig::Sgd { momentum: 0.9, weight_decay: 0.01 };
+pub const SGD: OptimizerConfig = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
+
+pub const STRATEGIES: [ShardingStrategy; 3] =
+    [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+
+pub fn config(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> EngineConfig {
+    EngineConfig { strategy, optimizer, decay: DecayRule::default(), clip_norm: Some(0.7), prefetch: true }
+}
+
+/// Shapes of the parameters of one unit.
+pub type Shapes = Vec<Vec<usize>>;
+
+#[derive(Clone)]
+pub struct Toy {
+    pub root: Shapes,
+    pub units: Vec<Shapes>,
+}
+
+impl Toy {
+    /// `n` units with parameters of awkward sizes, and a root.
+    pub fn new(n: usize) -> Self {
+        let unit = vec![vec![3, 5], vec![5], vec![0], vec![1], vec![17]];
+        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n] }
+    }
+
+    fn layout(name: &str, shapes: &Shapes, world: usize) -> FlatLayout {
+        let specs: Vec<ParamSpec> = shapes
+            .iter()
+            .enumerate()
+            .map(|(i, shape)| ParamSpec::f32(format!("{name}.p{i}"), i as u64, shape.clone()))
+            .collect();
+        FlatLayout::build(name, &specs, world).expect("a valid unit")
+    }
+
+    pub fn layouts(&self, world: usize) -> (Option<FlatLayout>, Vec<FlatLayout>) {
+        let root = (!self.root.is_empty()).then(|| Self::layout("root", &self.root, world));
+        let units = self
+            .units
+            .iter()
+            .enumerate()
+            .map(|(i, s)| Self::layout(&format!("blocks.{i}"), s, world))
+            .collect();
+        (root, units)
+    }
+
+    pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
+        let (root, units) = self.layouts(group.size());
+        let mut engine = Engine::new(group, root, units, config).expect("an engine");
+        for id in engine.ids().collect::<Vec<_>>() {
+            let owned = engine.handle(id).expect("a unit").owned();
+            for (value, element) in engine.owned_params(id).expect("idle").iter_mut().zip(owned) {
+                *value = initial(id, element);
+            }
+        }
+        engine
+    }
+}
+
+pub fn initial(id: UnitId, element: usize) -> f32 {
+    (((element * 37 + if id.is_root() { 5 } else { 11 }) % 101) as f32 - 50.0) / 40.0
+}
+
+/// The gradient of one element in one micro-batch.
+pub fn gradient(value: f32, element: usize, micro_batch: usize, step: u64) -> f32 {
+    let x = (element as f32 * 0.37 + micro_batch as f32 * 1.3 + step as f32 * 0.7).sin();
+    value * 0.3 + x
+}
+
+/// Lets one rank compute its rounds of a step.
+pub fn compute_step(engine: &mut Engine, micro_batches: usize, lr: f64) -> Result<StepReport, EngineError> {
+    let schedule = engine.begin_step(micro_batches)?;
+    for _ in 0..schedule.rounds() {
+        match engine.begin_round()? {
+            RoundAssignment::Idle => engine.idle_round()?,
+            RoundAssignment::Compute(micro_batch) => compute_round(engine, micro_batch)?,
+        }
+    }
+    engine.end_step(lr)
+}
+
+pub fn compute_round(engine: &mut Engine, micro_batch: usize) -> Result<(), EngineError> {
+    let units: Vec<UnitId> = engine.ids().filter(|id| !id.is_root()).collect();
+    for unit in &units {
+        engine.enter_forward(*unit);
+        assert!(engine.handle(*unit).expect("a unit").view().is_present());
+        engine.leave_forward(*unit);
+    }
+    for unit in units.iter().rev() {
+        engine.enter_backward(*unit);
+        write_gradients(engine, *unit, micro_batch);
+        engine.leave_backward(*unit);
+    }
+    if engine.handle(UnitId::ROOT).is_some() {
+        write_gradients(engine, UnitId::ROOT, micro_batch);
+    }
+    engine.end_round()
+}
+
+/// Every parameter writes its gradient in two uses, half each, but the last one, which is unused.
+pub fn write_gradients(engine: &mut Engine, unit: UnitId, micro_batch: usize) {
+    let handle = engine.handle(unit).expect("a unit");
+    let (view, params) = (handle.view().clone(), handle.layout().params().to_vec());
+    let step = engine.step();
+    for (index, param) in params.iter().enumerate().take(params.len() - 1) {
+        // SAFETY: the values are copied before the engine goes on.
+        let values = unsafe { view.slice(param.range()) }.expect("gathered").to_vec();
+        for _ in 0..2 {
+            engine.write_gradient(unit, index, |window, overwrite| {
+                for (k, g) in window.iter_mut().enumerate() {
+                    let half = 0.5 * gradient(values[k], param.offset + k, micro_batch, step);
+                    *g = if overwrite { half } else { *g + half };
+                }
+            });
+        }
+    }
+}
+
+/// The same training by one loop over whole parameters.
+pub struct Reference {
+    pub params: Vec<(UnitId, FlatLayout, Vec<f32>)>,
+    states: Vec<[Vec<f32>; 2]>,
+    step: u64,
+}
+
+impl Reference {
+    pub fn new(toy: &Toy) -> Self {
+        let (root, units) = toy.layouts(1);
+        let ids =
+            root.iter().map(|_| UnitId::ROOT).chain((0..units.len()).map(UnitId::unit)).collect::<Vec<_>>();
+        let params: Vec<_> = ids
+            .into_iter()
+            .zip(root.into_iter().chain(units))
+            .map(|(id, layout)| {
+                let values = (0..layout.numel()).map(|e| initial(id, e)).collect();
+                (id, layout, values)
+            })
+            .collect();
+        let states = params.iter().map(|(_, l, _)| [vec![0.0; l.numel()], vec![0.0; l.numel()]]).collect();
+        Self { params, states, step: 0 }
+    }
+
+    /// One step; returns the gradient norm.
+    pub fn step(&mut self, micro_batches: usize, ranks: usize, config: &EngineConfig, lr: f64) -> f64 {
+        self.step += 1;
+        let gradients: Vec<Vec<f32>> = self
+            .params
+            .iter()
+            .map(|(_, layout, values)| {
+                let unused = layout.params().last().expect("parameters").range();
+                (0..layout.numel())
+                    .map(|e| {
+                        let of = |m: usize| {
+                            if unused.contains(&e) { 0.0 } else { gradient(values[e], e, m, self.step) }
+                        };
+                        summed(micro_batches, ranks, of) / micro_batches as f32
+                    })
+                    .collect()
+            })
+            .collect();
+        let norm = gradients.iter().flatten().map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();
+        let clip = config.clip_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0) as f32);
+        for (((_, layout, values), [m, v]), gradient) in
+            self.params.iter_mut().zip(&mut self.states).zip(&gradients)
+        {
+            for param in layout.params() {
+                let decays = param.shape.len() >= 2;
+                for e in param.range() {
+                    update(
+                        &mut values[e],
+                        gradient[e] * clip,
+                        (&mut m[e], &mut v[e]),
+                        config,
+                        (lr, self.step, decays),
+                    );
+                }
+            }
+        }
+        norm
+    }
+}
+
+/// The reduction order, written as the text of the rule: a tree over ranks, then the counter over rounds.
+fn summed(micro_batches: usize, ranks: usize, of: impl Fn(usize) -> f32) -> f32 {
+    let add = |a: f32, b: f32| a + b;
+    let mut rounds = CarryCounter::default();
+    for round in 0..micro_batches.div_ceil(ranks) {
+        let mut tree = CarryCounter::default();
+        for m in round * ranks..(round + 1) * ranks {
+            tree.push(if m < micro_batches { of(m) } else { 0.0 }, 1, add);
+        }
+        rounds.push(tree.finish(add).expect("a rank"), 1, add);
+    }
+    rounds.finish(add).expect("a round")
+}
+
+fn update(
+    p: &mut f32,
+    g: f32,
+    (m, v): (&mut f32, &mut f32),
+    config: &EngineConfig,
+    (lr, step, decays): (f64, u64, bool),
+) {
+    match config.optimizer {
+        OptimizerConfig::AdamW { betas: [b1, b2], eps, weight_decay } => {
+            let decay = if decays { weight_decay } else { 0.0 };
+            let (c1, c2) = (1.0 - b1.powi(step as i32), 1.0 - b2.powi(step as i32));
+            *m = *m * b1 as f32 + g * (1.0 - b1) as f32;
+            *v = *v * b2 as f32 + g * g * (1.0 - b2) as f32;
+            let root = v.sqrt() / c2.sqrt() as f32 + eps as f32;
+            *p = *p * (1.0 - lr * decay) as f32 - (lr / c1) as f32 * (*m / root);
+        }
+        OptimizerConfig::Sgd { momentum, weight_decay } => {
+            let decay = if decays { weight_decay as f32 } else { 0.0 };
+            let g = g + decay * *p;
+            *m = *m * momentum as f32 + g;
+            *p -= lr as f32 * if momentum == 0.0 { g } else { *m };
+        }
+    }
+}
+
+/// Trains `steps` steps on `ranks` threads and returns every rank's full parameters and reports.
+pub fn train(
+    toy: &Toy,
+    ranks: usize,
+    micro_batches: usize,
+    config: EngineConfig,
+    steps: usize,
+) -> Vec<(Vec<Vec<f32>>, Vec<StepReport>)> {
+    threads::run(ranks, DEADLINE, |group| {
+        let mut engine = toy.engine(group, config);
+        let reports = (0..steps)
+            .map(|_| compute_step(&mut engine, micro_batches, 0.05).expect("a step"))
+            .collect::<Vec<_>>();
+        let ids: Vec<UnitId> = engine.ids().collect();
+        let params = ids
+            .into_iter()
+            .map(|id| engine.with_full_params(id, <[f32]>::to_vec).expect("gathered"))
+            .collect();
+        (params, reports)
+    })
+    .expect("a world")
+}

@@ -1,0 +1,169 @@
+//! What a step holds, sends and does: the ledger equals the plan, the event log shows when parameters exist.
+
+mod common;
+
+use common::{ADAMW, DEADLINE, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
+use shardwise_comm::threads;
+use shardwise_core::{MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule};
+use shardwise_engine::{Event, EventKind, UnitId};
+
+fn plan(
+    toy: &Toy,
+    ranks: usize,
+    micro_batches: usize,
+    config: &shardwise_engine::EngineConfig,
+) -> MemoryPlan {
+    let (root, units) = toy.layouts(ranks);
+    MemoryPlan::new(&PlanInput {
+        units: units.iter().map(|u| u.numel()).collect(),
+        root: root.map_or(0, |r| r.numel()),
+        strategy: config.strategy,
+        optimizer: config.optimizer.kind(),
+        schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
+        prefetch: config.prefetch,
+    })
+}
+
+#[test]
+fn the_ledger_equals_the_plan_to_the_byte() {
+    for strategy in STRATEGIES {
+        for optimizer in [ADAMW, MOMENTUM, SGD] {
+            for (ranks, micro_batches) in [(1, 1), (1, 3), (2, 2), (2, 6), (3, 8), (4, 4), (4, 28)] {
+                for (units, prefetch) in [(3, true), (3, false), (2, true), (1, true), (0, true)] {
+                    let toy = Toy::new(units);
+                    let config = shardwise_engine::EngineConfig { prefetch, ..config(strategy, optimizer) };
+                    let plan = plan(&toy, ranks, micro_batches, &config);
+                    threads::run(ranks, DEADLINE, |group| {
+                        let mut engine = toy.engine(group, config);
+                        for _ in 0..2 {
+                            let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
+                            assert_eq!(report.bytes_sent, plan.sent_per_step());
+                        }
+                        let what = format!(
+                            "{strategy}, {ranks} ranks, {micro_batches} micro-batches, {units} units"
+                        );
+                        for purpose in Purpose::ALL {
+                            let (peak, planned) = (engine.ledger().peak(purpose), plan.bytes(purpose));
+                            assert_eq!(peak, planned, "{what}: {purpose}");
+                        }
+                        assert_eq!(engine.ledger().total_peak(), plan.total(), "{what}");
+                    })
+                    .expect("a world");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_allocated_after_the_second_step() {
+    for strategy in STRATEGIES {
+        let toy = Toy::new(4);
+        threads::run(2, DEADLINE, |group| {
+            let mut engine = toy.engine(group, config(strategy, ADAMW));
+            for _ in 0..2 {
+                compute_step(&mut engine, 6, 0.1).expect("a step");
+            }
+            let allocations = engine.ledger().allocations();
+            for _ in 0..20 {
+                compute_step(&mut engine, 6, 0.1).expect("a step");
+            }
+            assert_eq!(engine.ledger().allocations(), allocations);
+        })
+        .expect("a world");
+    }
+}
+
+/// The events of the second step on rank 0 of 2.
+fn events(strategy: ShardingStrategy, units: usize, rounds: usize) -> Vec<Event> {
+    let toy = Toy::new(units);
+    threads::run(2, DEADLINE, |group| {
+        let mut engine = toy.engine(group, config(strategy, ADAMW));
+        compute_step(&mut engine, 2 * rounds, 0.1).expect("a step");
+        engine.log_events(true);
+        compute_step(&mut engine, 2 * rounds, 0.1).expect("a step");
+        engine.take_events()
+    })
+    .expect("a world")
+    .remove(0)
+}
+
+fn count(events: &[Event], root: bool, kind: EventKind) -> usize {
+    events.iter().filter(|e| e.kind == kind && e.unit.is_root() == root).count()
+}
+
+/// One micro-batch a rank: n + 1 gathers in forward, n in backward, n + 1 reductions; with K of them the root is
+/// gathered once, units 2nK times, and there are (n + 1)K reductions.
+#[test]
+fn gathers_and_reductions_of_a_step() {
+    use EventKind::{GatherStarted, ReduceStarted};
+    for (units, rounds) in [(3, 1), (5, 1), (3, 4)] {
+        for (strategy, passes) in [(ShardingStrategy::FullShard, 2), (ShardingStrategy::ShardGradOp, 1)] {
+            let log = events(strategy, units, rounds);
+            assert_eq!(count(&log, true, GatherStarted), 1, "{strategy}");
+            assert_eq!(count(&log, false, GatherStarted), passes * units * rounds, "{strategy}");
+            let reductions = count(&log, true, ReduceStarted) + count(&log, false, ReduceStarted);
+            assert_eq!(reductions, (units + 1) * rounds, "{strategy}");
+        }
+        let log = events(ShardingStrategy::NoShard, units, rounds);
+        assert_eq!(count(&log, false, GatherStarted) + count(&log, true, GatherStarted), 0);
+        assert_eq!(count(&log, false, ReduceStarted), units * rounds);
+    }
+}
+
+/// A unit's parameters exist only around its use: from the event log, at most two units are gathered or in flight at
+/// any time, each computes only while it is gathered, and each is freed before the step ends.
+#[test]
+fn full_shard_keeps_parameters_only_around_their_use() {
+    let log = events(ShardingStrategy::FullShard, 5, 3);
+    let mut present: Vec<UnitId> = Vec::new();
+    let mut arrived: Vec<UnitId> = Vec::new();
+    for event in log.iter().filter(|e| !e.unit.is_root()) {
+        match event.kind {
+            EventKind::GatherStarted => {
+                assert!(!present.contains(&event.unit), "{event:?}");
+                present.push(event.unit);
+                assert!(present.len() <= 2, "{event:?}: {present:?}");
+            }
+            EventKind::Gathered => arrived.push(event.unit),
+            EventKind::Forward | EventKind::Backward => assert!(arrived.contains(&event.unit), "{event:?}"),
+            EventKind::Released => {
+                present.retain(|u| *u != event.unit);
+                arrived.retain(|u| *u != event.unit);
+            }
+            EventKind::Updated => assert!(present.is_empty(), "{event:?}"),
+            EventKind::ReduceStarted | EventKind::Reduced => {}
+        }
+    }
+    assert!(present.is_empty());
+}
+
+/// Reference test 19: with one-ahead prefetch in backward, the next unit's gather is started before this unit's
+/// gradient work, and its reduction after.
+#[test]
+fn backward_prefetches_one_unit_ahead() {
+    let log = events(ShardingStrategy::FullShard, 3, 1);
+    let unit = UnitId::unit;
+    let turn = log.iter().rposition(|e| e.kind == EventKind::Forward).expect("a forward");
+    let got: Vec<(UnitId, EventKind)> = log[turn..]
+        .iter()
+        .filter(|e| {
+            matches!(e.kind, EventKind::GatherStarted | EventKind::Backward | EventKind::ReduceStarted)
+        })
+        .map(|e| (e.unit, e.kind))
+        .collect();
+    use EventKind::{Backward, GatherStarted, ReduceStarted};
+    let want = [
+        (unit(2), GatherStarted),
+        (unit(2), Backward),
+        (unit(1), GatherStarted),
+        (unit(2), ReduceStarted),
+        (unit(1), Backward),
+        (unit(0), GatherStarted),
+        (unit(1), ReduceStarted),
+        (unit(0), Backward),
+        (unit(0), ReduceStarted),
+        (UnitId::ROOT, ReduceStarted),
+    ];
+    assert_eq!(got, want);
+}
