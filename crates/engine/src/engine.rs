@@ -172,6 +172,11 @@ impl Engine {
         &self.config
     }
 
+    /// Whether an evaluation is under way.
+    pub fn is_evaluating(&self) -> bool {
+        self.phase == Phase::Evaluation
+    }
+
     /// The step that runs or ran last, counted from 1; 0 before the first.
     pub fn step(&self) -> u64 {
         self.step

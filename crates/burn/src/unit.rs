@@ -1,0 +1,316 @@
+//! One call of a unit: gather, compute, free, and in backward the same in reverse.
+//!
+//! The call is one step of the outer graph. Inside, the layer computes on fresh leaves that are windows onto the flat
+//! parameter, in a graph of its own that either waits for backward or, with recomputation, is built anew there. The two
+//! graphs share no node, so the inner backward can run inside the outer one.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::{Autodiff, AutodiffBackend, BackendTypes, Flex};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::{Bytes, DType, Shape, Tensor};
+use shardwise_engine::{Engine, UnitId};
+
+use crate::sink::{self, GradSink, SinkGuard, WriteMode};
+use crate::view::ParamView;
+
+/// A float tensor of Burn's autodiff backend over Flex.
+pub(crate) type AdTensor = <Autodiff<Flex> as BackendTypes>::FloatTensorPrimitive;
+
+/// The engine, for everyone on this rank who needs it. Calls are brief and never wait for each other.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedEngine(Arc<Mutex<Engine>>);
+
+impl SharedEngine {
+    pub(crate) fn new(engine: Engine) -> Self {
+        Self(Arc::new(Mutex::new(engine)))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Engine> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The gradient window of one parameter.
+#[derive(Debug)]
+pub(crate) struct ParamSink {
+    pub(crate) engine: SharedEngine,
+    pub(crate) unit: UnitId,
+    pub(crate) index: usize,
+}
+
+impl GradSink for ParamSink {
+    fn accumulate(&self, write: &mut dyn FnMut(&mut [f32], WriteMode)) {
+        self.engine.lock().write_gradient(self.unit, self.index, |window, overwrite| {
+            write(window, if overwrite { WriteMode::Overwrite } else { WriteMode::Add });
+        });
+    }
+}
+
+impl ParamSink {
+    /// Takes in a gradient that Burn has computed as a tensor.
+    pub(crate) fn take_in(&self, gradient: FlexTensor) {
+        let gradient = gradient.to_contiguous();
+        let Some(values) = gradient.as_slice::<f32>() else { return };
+        self.accumulate(&mut |window, mode| match mode {
+            WriteMode::Overwrite => window.copy_from_slice(values),
+            WriteMode::Add => shardwise_comm::reduce::add_into(window, values),
+        });
+    }
+}
+
+/// What a unit's wrapper needs to call it in a sharded run.
+pub(crate) struct UnitLink {
+    pub(crate) engine: SharedEngine,
+    pub(crate) unit: UnitId,
+    /// By index in the flat parameter.
+    pub(crate) views: Vec<ParamView>,
+    pub(crate) sinks: Vec<Arc<ParamSink>>,
+    pub(crate) index_of: HashMap<ParamId, usize>,
+    pub(crate) recompute: bool,
+    /// A leaf that makes every call part of the graph, whatever its input.
+    pub(crate) anchor: AdTensor,
+}
+
+impl fmt::Debug for UnitLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UnitLink").field("unit", &self.unit).field("params", &self.views.len()).finish()
+    }
+}
+
+/// What the call computes.
+pub(crate) type Forward<M, const D: usize, const E: usize> =
+    Arc<dyn Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync>;
+
+/// Computes a unit's call under the engine.
+pub(crate) fn call<M: Module + Sync + 'static, const D: usize, const E: usize>(
+    link: &Arc<UnitLink>,
+    inner: &M,
+    x: Tensor<D>,
+    forward: Forward<M, D, E>,
+) -> Tensor<E> {
+    link.engine.lock().enter_forward(link.unit);
+    let y = if link.engine.lock().is_evaluating() {
+        forward(inner, x.without_autodiff())
+    } else {
+        tracked_call(link, inner, x, &forward)
+    };
+    link.engine.lock().leave_forward(link.unit);
+    y
+}
+
+fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
+    link: &Arc<UnitLink>,
+    inner: &M,
+    x: Tensor<D>,
+    forward: &Forward<M, D, E>,
+) -> Tensor<E> {
+    let x = primitive(x.autodiff());
+    let x_tracked = x.is_tracked();
+    let (x, x_node) = x.into_parts();
+    let (y, pass) = if link.recompute {
+        let untracked = inner.clone().map(&mut Untracked { link });
+        let y = forward(&untracked, from_primitive(constant(x.clone())));
+        let (link, inner, forward) = (link.clone(), inner.clone(), forward.clone());
+        let again = move || {
+            let (y, graph) = graph_call(&link, &inner, x, x_tracked, &forward);
+            drop(y);
+            graph
+        };
+        (primitive(y).into_primitive(), BackwardPass::Again(Box::new(again)))
+    } else {
+        let (y, graph) = graph_call(link, inner, x, x_tracked, forward);
+        (y, BackwardPass::Kept(graph))
+    };
+    let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))) };
+    let prep = UnitStep.prepare::<NoCheckpointing>([x_node, link.anchor.node()]).compute_bound();
+    let y = match prep.stateful() {
+        OpsKind::Tracked(prep) => prep.finish(state, y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    };
+    from_primitive(y)
+}
+
+/// Computes the layer in a graph of its own.
+fn graph_call<M: Module + 'static, const D: usize, const E: usize>(
+    link: &Arc<UnitLink>,
+    inner: &M,
+    x: FlexTensor,
+    x_tracked: bool,
+    forward: &Forward<M, D, E>,
+) -> (FlexTensor, InnerGraph) {
+    let mut leaves = FreshLeaves { link, leaves: vec![None; link.views.len()], sinks: Vec::new() };
+    let layer = inner.clone().map(&mut leaves);
+    let x = if x_tracked { constant(x).require_grad() } else { constant(x) };
+    let y = primitive(forward(&layer, from_primitive(x.clone())));
+    // Whoever computes with the leaves has found their sinks by now.
+    let FreshLeaves { leaves, sinks, .. } = leaves;
+    drop(sinks);
+    let (y, node) = y.into_parts();
+    let seed = Arc::new(Mutex::new(None));
+    let scalar =
+        FlexTensor::new(Bytes::from_elems(vec![0.0f32]), Layout::contiguous(Shape::from([1])), DType::F32);
+    let end = match SeedStep.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => Some(prep.finish(Seed(seed.clone()), scalar)),
+        OpsKind::UnTracked(_) => None,
+    };
+    (y, InnerGraph { seed, end, x: x_tracked.then_some(x), leaves })
+}
+
+/// A layer's own graph, waiting for the gradient of its output.
+struct InnerGraph {
+    seed: Arc<Mutex<Option<FlexTensor>>>,
+    /// The node whose backward runs the graph's; `None` when nothing in it needs a gradient.
+    end: Option<AdTensor>,
+    /// The input, if it needs a gradient.
+    x: Option<AdTensor>,
+    /// The parameters' leaves, by index.
+    leaves: Vec<Option<AdTensor>>,
+}
+
+impl InnerGraph {
+    /// Runs the backward from `dy`, delivers the parameters' gradients and returns the input's.
+    fn run(self, link: &UnitLink, dy: FlexTensor) -> Option<FlexTensor> {
+        let end = self.end?;
+        *self.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(dy);
+        let mut gradients = end.backward();
+        for (leaf, sink) in self.leaves.iter().zip(&link.sinks) {
+            let gradient = leaf.as_ref().and_then(|leaf| leaf.grad_remove(&mut gradients));
+            if let Some(gradient) = gradient {
+                sink.take_in(gradient);
+            }
+        }
+        self.x.and_then(|x| x.grad_remove(&mut gradients))
+    }
+}
+
+/// How backward comes by the layer's graph.
+enum BackwardPass {
+    /// Forward has kept it.
+    Kept(InnerGraph),
+    /// It is computed again.
+    Again(Box<dyn FnOnce() -> InnerGraph + Send>),
+}
+
+#[derive(Clone)]
+struct UnitState {
+    link: Arc<UnitLink>,
+    pass: Arc<Mutex<Option<BackwardPass>>>,
+}
+
+impl fmt::Debug for UnitState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.link.fmt(f)
+    }
+}
+
+/// The step of the outer graph; its parents are the unit's input and the anchor.
+#[derive(Debug)]
+struct UnitStep;
+
+impl Backward<Flex, 2> for UnitStep {
+    type State = UnitState;
+
+    fn backward(self, ops: Ops<UnitState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let dy = grads.consume::<Flex>(&ops.node);
+        let [x, _] = ops.parents;
+        let UnitState { link, pass } = ops.state;
+        let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
+        link.engine.lock().enter_backward(link.unit);
+        let graph = match pass {
+            Some(BackwardPass::Kept(graph)) => Some(graph),
+            Some(BackwardPass::Again(compute)) => Some(compute()),
+            None => None,
+        };
+        let dx = graph.and_then(|graph| graph.run(&link, dy));
+        link.engine.lock().leave_backward(link.unit);
+        if let (Some(x), Some(dx)) = (x, dx) {
+            grads.register::<Flex>(x.id, dx);
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Seed(Arc<Mutex<Option<FlexTensor>>>);
+
+/// The end of an inner graph: gives the layer's output the gradient that arrived from outside.
+#[derive(Debug)]
+struct SeedStep;
+
+impl Backward<Flex, 1> for SeedStep {
+    type State = Seed;
+
+    fn backward(self, ops: Ops<Seed, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let seed = ops.state.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let ([Some(y)], Some(dy)) = (ops.parents, seed) {
+            grads.register::<Flex>(y.id, dy);
+        }
+    }
+}
+
+/// Puts a fresh leaf in the place of each parameter, with its sink.
+struct FreshLeaves<'a> {
+    link: &'a UnitLink,
+    leaves: Vec<Option<AdTensor>>,
+    sinks: Vec<SinkGuard>,
+}
+
+impl ModuleMapper for FreshLeaves<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(&index) = self.link.index_of.get(&param.id) else { return param };
+        let leaf = match &self.leaves[index] {
+            Some(leaf) => leaf.clone(),
+            None => {
+                let leaf = constant(self.link.views[index].tensor()).require_grad();
+                self.sinks.push(sink::register(leaf.id(), self.link.sinks[index].clone()));
+                self.leaves[index] = Some(leaf.clone());
+                leaf
+            }
+        };
+        Param::initialized(param.id, from_primitive(leaf))
+    }
+}
+
+/// Puts an untracked autodiff tensor in the place of each parameter: the same operations as with leaves, and no graph.
+struct Untracked<'a> {
+    link: &'a UnitLink,
+}
+
+impl ModuleMapper for Untracked<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.link.index_of.get(&param.id) {
+            Some(&index) => {
+                Param::initialized(param.id, from_primitive(constant(self.link.views[index].tensor())))
+            }
+            None => param,
+        }
+    }
+}
+
+/// A tensor that is part of no graph.
+pub(crate) fn constant(tensor: FlexTensor) -> AdTensor {
+    Autodiff::<Flex>::from_inner(tensor)
+}
+
+pub(crate) fn from_primitive<const D: usize>(tensor: AdTensor) -> Tensor<D> {
+    Tensor::from_primitive::<Autodiff<Flex>>(tensor)
+}
+
+/// # Panics
+/// When the tensor is not a float tensor on Flex: a unit was called with another.
+pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> AdTensor {
+    let device = tensor.device();
+    match tensor.try_into_primitive::<Autodiff<Flex>>() {
+        Ok(primitive) => primitive,
+        Err(error) => {
+            panic!("a sharded model computes on `Device::flex().autodiff()`, not on {device:?}: {error:?}")
+        }
+    }
+}

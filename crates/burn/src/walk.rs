@@ -1,0 +1,166 @@
+//! What a walk over a module finds: parameters with their paths, and the units they lie in.
+//!
+//! A [`crate::Sharded`] layer announces itself on the walking thread while its inside is visited, so that its name need
+//! not appear in paths. The announcement lasts for one visit and is never looked at anywhere else.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, Device, Int, Tensor};
+use shardwise_core::{DType, LayoutError, ParamSpec};
+
+use crate::error::ShardError;
+use crate::sharded::UnitSlot;
+
+thread_local! {
+    static OPEN_UNITS: RefCell<Vec<Arc<UnitSlot>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Ends the announcement of a unit.
+pub(crate) struct Inside;
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        OPEN_UNITS.with_borrow_mut(|units| units.pop());
+    }
+}
+
+/// Announces that the walk is inside a unit.
+pub(crate) fn enter_unit(slot: &Arc<UnitSlot>) -> Inside {
+    OPEN_UNITS.with_borrow_mut(|units| units.push(slot.clone()));
+    Inside
+}
+
+fn open_units() -> Vec<Arc<UnitSlot>> {
+    OPEN_UNITS.with_borrow(Vec::clone)
+}
+
+/// A unit as the walk met it.
+#[derive(Debug, Clone)]
+pub(crate) struct FoundUnit {
+    /// The path of the layer.
+    pub(crate) name: String,
+    pub(crate) slot: Arc<UnitSlot>,
+}
+
+/// A parameter as the walk met it.
+#[derive(Debug, Clone)]
+pub(crate) struct FoundParam {
+    pub(crate) id: ParamId,
+    pub(crate) spec: ParamSpec,
+    pub(crate) device: Device,
+    /// Index into [`Found::units`]; `None` for the root's.
+    pub(crate) unit: Option<usize>,
+}
+
+/// Everything a walk met, in its order.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) units: Vec<FoundUnit>,
+    pub(crate) params: Vec<FoundParam>,
+}
+
+impl Found {
+    /// Walks over `module` without initialising anything.
+    ///
+    /// # Errors
+    /// When units nest.
+    pub(crate) fn in_module<M: Module>(module: &M) -> Result<Self, ShardError> {
+        let mut walker = Walker::default();
+        module.visit(&mut walker);
+        match walker.nested {
+            Some(error) => Err(error.into()),
+            None => Ok(walker.found),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Walker {
+    found: Found,
+    path: Vec<String>,
+    nested: Option<LayoutError>,
+}
+
+impl Walker {
+    /// The unit that the walk is in, entered into the list at its first sight; `path` is then the layer's own.
+    fn current_unit(&mut self) -> Option<usize> {
+        let open = open_units();
+        let slot = open.last()?;
+        let index = match self.found.units.iter().position(|u| Arc::ptr_eq(&u.slot, slot)) {
+            Some(index) => index,
+            None => {
+                self.found.units.push(FoundUnit { name: self.path.join("."), slot: slot.clone() });
+                self.found.units.len() - 1
+            }
+        };
+        if open.len() > 1 && self.nested.is_none() {
+            let outer = self.found.units.iter().find(|u| Arc::ptr_eq(&u.slot, &open[0]));
+            self.nested = Some(LayoutError::AlreadyFlat {
+                unit: self.found.units[index].name.clone(),
+                path: self.path.join("."),
+                owner: outer.map_or_else(String::new, |u| u.name.clone()),
+            });
+        }
+        Some(index)
+    }
+
+    fn push(&mut self, id: ParamId, shape: &[usize], kind: (DType, bool), device: Device) {
+        let unit = self.current_unit();
+        let spec = ParamSpec {
+            path: self.path.join("."),
+            identity: id.val(),
+            shape: shape.to_vec(),
+            dtype: kind.0,
+            requires_grad: kind.1,
+            owner: None,
+        };
+        self.found.params.push(FoundParam { id, spec, device, unit });
+    }
+}
+
+impl ModuleVisitor for Walker {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.current_unit();
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let dtype = if param.is_initialized() { float_dtype(param.val().dtype()) } else { DType::F32 };
+        let kind = (dtype, requires_grad(param));
+        self.push(param.id, param.lazy_shape().as_slice(), kind, param.lazy_device());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.push(param.id, param.lazy_shape().as_slice(), (DType::Int, false), param.lazy_device());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.push(param.id, param.lazy_shape().as_slice(), (DType::Int, false), param.lazy_device());
+    }
+}
+
+fn float_dtype(dtype: burn::tensor::DType) -> DType {
+    match dtype {
+        burn::tensor::DType::F32 => DType::F32,
+        burn::tensor::DType::BF16 => DType::BF16,
+        burn::tensor::DType::F16 => DType::F16,
+        burn::tensor::DType::F64 => DType::F64,
+        _ => DType::Int,
+    }
+}
+
+/// Whether a parameter is trained, without initialising it: Burn tells this only of values, so a stand-in of one element
+/// takes the parameter's place.
+fn requires_grad<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
+    if param.is_initialized() {
+        return param.is_require_grad();
+    }
+    param.clone().transform_for_load(stand_in, param.id).is_require_grad()
+}
