@@ -17,6 +17,6 @@ mod view;
 mod walk;
 
 pub use error::ShardError;
-pub use model::{ShardConfig, ShardedModel, StepOutcome};
+pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome, model_layouts};
 pub use sharded::{Constants, Sharded};
 pub use source::ParamSource;

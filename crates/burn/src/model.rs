@@ -8,8 +8,8 @@ use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use shardwise_comm::{CommError, ProcessGroup};
-use shardwise_core::{FlatLayout, RoundAssignment, seed_for};
-use shardwise_engine::{Engine, EngineConfig, Event, Ledger, StepReport, UnitId};
+use shardwise_core::{FlatLayout, RoundAssignment, ShardingStrategy, seed_for};
+use shardwise_engine::{DecayRule, Engine, EngineConfig, Event, Ledger, OptimizerConfig, StepReport, UnitId};
 
 use crate::error::ShardError;
 use crate::sink::{self, SinkGuard};
@@ -27,6 +27,24 @@ pub struct ShardConfig {
     pub recompute: bool,
     /// The seed of initial values: each parameter draws from a stream of its own, keyed by its path.
     pub seed: u64,
+}
+
+impl Default for ShardConfig {
+    /// `full_shard`, AdamW with PyTorch's constants, no clipping, prefetch, no recomputation.
+    fn default() -> Self {
+        let optimizer = OptimizerConfig::AdamW { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
+        Self {
+            engine: EngineConfig {
+                strategy: ShardingStrategy::FullShard,
+                optimizer,
+                decay: DecayRule::MatricesOnly,
+                clip_norm: None,
+                prefetch: true,
+            },
+            recompute: false,
+            seed: 0,
+        }
+    }
 }
 
 /// What a step did.
@@ -274,6 +292,30 @@ impl<E> From<shardwise_engine::EngineError> for StepError<E> {
     fn from(error: shardwise_engine::EngineError) -> Self {
         StepError::Shard(error.into())
     }
+}
+
+/// The flat parameters that `module` has over `world_size` ranks: the root's first, if it has parameters, then the units'
+/// in the order of the module walk. Nothing is initialised.
+///
+/// # Errors
+/// When the module's parameters cannot be sharded.
+pub fn model_layouts<M: Module>(module: &M, world_size: usize) -> Result<Vec<FlatLayout>, ShardError> {
+    let (root, units) = layouts(&Found::in_module(module)?, world_size)?;
+    Ok(root.into_iter().chain(units).collect())
+}
+
+fn layouts(found: &Found, world_size: usize) -> Result<(Option<FlatLayout>, Vec<FlatLayout>), ShardError> {
+    check_params(found)?;
+    let specs = |unit: Option<usize>| -> Vec<_> {
+        found.params.iter().filter(|p| p.unit == unit).map(|p| p.spec.clone()).collect()
+    };
+    let root_specs = specs(None);
+    let root =
+        if root_specs.is_empty() { None } else { Some(FlatLayout::build("root", &root_specs, world_size)?) };
+    let units = (0..found.units.len())
+        .map(|i| FlatLayout::build(found.units[i].name.clone(), &specs(Some(i)), world_size))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok((root, units))
 }
 
 /// Where a parameter lies: its unit, its index there, its window.

@@ -124,10 +124,10 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
             drop(y);
             graph
         };
-        (primitive(y).into_primitive(), BackwardPass::Again(Box::new(again)))
+        (primitive(y).into_primitive(), Box::new(again) as BackwardPass)
     } else {
         let (y, graph) = graph_call(link, inner, x, x_tracked, forward);
-        (y, BackwardPass::Kept(graph))
+        (y, Box::new(move || graph) as BackwardPass)
     };
     let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))) };
     let prep = UnitStep.prepare::<NoCheckpointing>([x_node, link.anchor.node()]).compute_bound();
@@ -191,13 +191,8 @@ impl InnerGraph {
     }
 }
 
-/// How backward comes by the layer's graph.
-enum BackwardPass {
-    /// Forward has kept it.
-    Kept(InnerGraph),
-    /// It is computed again.
-    Again(Box<dyn FnOnce() -> InnerGraph + Send>),
-}
+/// How backward comes by the layer's graph: forward has kept it, or it is computed again.
+type BackwardPass = Box<dyn FnOnce() -> InnerGraph + Send>;
 
 #[derive(Clone)]
 struct UnitState {
@@ -224,12 +219,7 @@ impl Backward<Flex, 2> for UnitStep {
         let UnitState { link, pass } = ops.state;
         let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
         link.engine.lock().enter_backward(link.unit);
-        let graph = match pass {
-            Some(BackwardPass::Kept(graph)) => Some(graph),
-            Some(BackwardPass::Again(compute)) => Some(compute()),
-            None => None,
-        };
-        let dx = graph.and_then(|graph| graph.run(&link, dy));
+        let dx = pass.and_then(|graph| graph().run(&link, dy));
         link.engine.lock().leave_backward(link.unit);
         if let (Some(x), Some(dx)) = (x, dx) {
             grads.register::<Flex>(x.id, dx);

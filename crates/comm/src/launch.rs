@@ -120,7 +120,10 @@ impl Ranks {
                     continue;
                 }
                 let how = describe(status);
-                eprintln!("shardwise launch: rank {rank} {how}; ending the others");
+                // A rank that has told the others why it ends has told the user too.
+                if !matches!(world.board().failure(), Some(CommError::Peer { .. } | CommError::Disagreement(_))) {
+                    eprintln!("shardwise launch: rank {rank} {how}; ending the others");
+                }
                 world.board().fail(&CommError::RankLost { rank, how });
                 ending = Some(Ending::new(exit_code(status), REPORT));
             }

@@ -1,7 +1,7 @@
 //! Cross entropy over rows of logits, and its gradient in the logits' place.
 
 use super::math::exp;
-use super::{LANES, max, simd, sum, sum_lanes};
+use super::{exp_in_place, max, simd, sum};
 
 /// Logits whose exponentials are summed in single precision before the sum goes on in double.
 const BLOCK: usize = 2048;
@@ -50,38 +50,19 @@ pub fn cross_entropy_with_gradient(logits: &mut [f32], targets: &[usize]) -> f64
             #[inline(always)]
             || {
                 let max = max(row);
-                let sum = exp_in_place(row, max);
-                let scale = (share / sum) as f32;
+                let mut total = 0.0;
+                for block in row.chunks_mut(BLOCK) {
+                    total += f64::from(exp_in_place(block, max));
+                }
+                let scale = (share / total) as f32;
                 row.iter_mut().for_each(|p| *p *= scale);
-                (max, sum)
+                (max, total)
             },
         );
         row[target] -= share as f32;
         total += row_loss(max, sum, logit);
     }
     total / targets.len() as f64
-}
-
-/// Replaces each logit by `exp(logit - max)` and returns their sum, in the order of [`cross_entropy`].
-#[inline(always)]
-fn exp_in_place(row: &mut [f32], max: f32) -> f64 {
-    let mut total = 0.0;
-    for block in row.chunks_mut(BLOCK) {
-        let mut lanes = [0.0; LANES];
-        let (body, tail) = block.as_chunks_mut::<LANES>();
-        for chunk in body {
-            for i in 0..LANES {
-                chunk[i] = exp(chunk[i] - max);
-                lanes[i] += chunk[i];
-            }
-        }
-        for (x, lane) in tail.iter_mut().zip(&mut lanes) {
-            *x = exp(*x - max);
-            *lane += *x;
-        }
-        total += f64::from(sum_lanes(lanes));
-    }
-    total
 }
 
 fn row_loss(max: f32, sum: f64, logit: f32) -> f64 {

@@ -15,6 +15,8 @@ pub mod norm;
 pub mod rotary;
 pub mod rows;
 
+use math::exp;
+
 /// Interleaved partial sums of a float reduction.
 pub const LANES: usize = 32;
 
@@ -74,6 +76,24 @@ pub fn max(a: &[f32]) -> f32 {
         *lane = if a > *lane { a } else { *lane };
     }
     lanes.into_iter().fold(f32::NEG_INFINITY, |m, a| if a > m { a } else { m })
+}
+
+/// Replaces each element by `exp(x - max)` and returns their sum, with the bits of [`sum`].
+#[inline(always)]
+pub fn exp_in_place(row: &mut [f32], max: f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (body, tail) = row.as_chunks_mut::<LANES>();
+    for chunk in body {
+        for i in 0..LANES {
+            chunk[i] = exp(chunk[i] - max);
+            lanes[i] += chunk[i];
+        }
+    }
+    for (x, lane) in tail.iter_mut().zip(&mut lanes) {
+        *x = exp(*x - max);
+        *lane += *x;
+    }
+    sum_lanes(lanes)
 }
 
 /// Elements that [`map_to_vec`] computes at a time: a part of the first-level cache.

@@ -152,10 +152,14 @@ impl Slot {
         mut write: impl FnMut(&mut [f32], WriteMode),
     ) {
         let Some(parent) = parent else { return };
+        let numel = self.shape.iter().product();
         match &self.sink {
-            Some(sink) => sink.accumulate(&mut write),
+            Some(sink) => sink.accumulate(&mut |window, mode| {
+                assert_eq!(window.len(), numel, "a sink's window must have the parameter's {:?}", self.shape);
+                write(window, mode);
+            }),
             None => {
-                let mut gradient = vec![0.0; self.shape.iter().product()];
+                let mut gradient = vec![0.0; numel];
                 write(&mut gradient, WriteMode::Overwrite);
                 grads.register::<Flex>(parent, tensor(gradient, &self.shape));
             }

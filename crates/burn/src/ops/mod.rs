@@ -1,7 +1,7 @@
 //! Fused autodiff operations for training on the CPU, each with Burn's own as its fallback.
 //!
 //! An operation runs fused when all its float inputs are f32 on the Flex backend, with or without `Autodiff` around it;
-//! otherwise it is composed of Burn's operations ([`reference`]). Fused, it
+//! otherwise it is composed of Burn's operations ([`mod@reference`]). Fused, it
 //! - computes the same bits whether its inputs are tracked, untracked, or outside autodiff, and records a step only
 //!   where an input needs a gradient;
 //! - writes a parameter's gradient through the sink registered for it ([`crate::sink`]) and then registers nothing with
