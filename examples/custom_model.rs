@@ -46,7 +46,8 @@ fn main() -> Result<(), RunError> {
         for step in 0..200 {
             // 4 micro-batches of 32 points, two for each rank: learn y = x0 * x1.
             let outcome = model.step(4, 1e-3, |net: &Net, micro_batch| {
-                let point = |i: usize| ((i * 7919 + (step * 4 + micro_batch) * 104_729) % 2001) as f32 / 1000.0 - 1.0;
+                let point =
+                    |i: usize| ((i * 7919 + (step * 4 + micro_batch) * 104_729) % 2001) as f32 / 1000.0 - 1.0;
                 let points: Vec<f32> = (0..64).map(point).collect();
                 let products: Vec<f32> = points.chunks(2).map(|p| p[0] * p[1]).collect();
                 let x = Tensor::<2>::from_data(TensorData::new(points, [32, 2]), &device);

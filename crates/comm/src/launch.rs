@@ -121,7 +121,10 @@ impl Ranks {
                 }
                 let how = describe(status);
                 // A rank that has told the others why it ends has told the user too.
-                if !matches!(world.board().failure(), Some(CommError::Peer { .. } | CommError::Disagreement(_))) {
+                if !matches!(
+                    world.board().failure(),
+                    Some(CommError::Peer { .. } | CommError::Disagreement(_))
+                ) {
                     eprintln!("shardwise launch: rank {rank} {how}; ending the others");
                 }
                 world.board().fail(&CommError::RankLost { rank, how });

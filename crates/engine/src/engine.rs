@@ -284,6 +284,9 @@ impl Engine {
     pub fn begin_round(&mut self) -> Result<RoundAssignment> {
         match self.phase {
             Phase::Step { schedule, round } if round < schedule.rounds() => {
+                // A rank that computes writes the root's gradient before its units' backward, one that idles after it.
+                // Only here do all ranks finish the last round's reduction at the same place in their order.
+                self.finish_reduce(UnitId::ROOT)?;
                 self.phase = Phase::Round { schedule, round };
                 Ok(schedule.assignment(round, self.group.rank()))
             }

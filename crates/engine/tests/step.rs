@@ -70,7 +70,7 @@ fn options_change_no_bit() {
 #[test]
 fn a_ragged_last_round_is_exact() {
     for strategy in STRATEGIES {
-        for (ranks, micro_batches) in [(3, 8), (4, 5), (2, 7), (3, 4)] {
+        for (ranks, micro_batches) in [(3, 8), (4, 5), (2, 7), (3, 4), (4, 13), (3, 11)] {
             assert_equal_to_reference(&Toy::new(2), ranks, micro_batches, config(strategy, ADAMW));
         }
     }

@@ -99,13 +99,14 @@ pub fn compute_round(engine: &mut Engine, micro_batch: usize) -> Result<(), Engi
         assert!(engine.handle(*unit).expect("a unit").view().is_present());
         engine.leave_forward(*unit);
     }
+    // A model's head and last norm come first in backward.
+    if engine.handle(UnitId::ROOT).is_some() {
+        write_gradients(engine, UnitId::ROOT, micro_batch);
+    }
     for unit in units.iter().rev() {
         engine.enter_backward(*unit);
         write_gradients(engine, *unit, micro_batch);
         engine.leave_backward(*unit);
-    }
-    if engine.handle(UnitId::ROOT).is_some() {
-        write_gradients(engine, UnitId::ROOT, micro_batch);
     }
     engine.end_round()
 }

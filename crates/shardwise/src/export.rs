@@ -1,0 +1,44 @@
+//! The trained model as a Hugging Face folder.
+
+use std::path::Path;
+
+use shardwise_burn::ShardedModel;
+use shardwise_checkpoint::{DEFAULT_MAX_FILE_BYTES, FolderWriter};
+use shardwise_models::{LanguageModel, ModelConfig, ModelError, export_plan, write_parameter};
+
+use crate::data::Tokenizer;
+use crate::error::RunError;
+
+/// Writes the model to `folder`, as a whole or not at all: gathered one unit at a time by all ranks, written by rank 0.
+///
+/// # Errors
+/// When the folder cannot be written, or communication fails.
+pub(crate) fn write(
+    model: &mut ShardedModel<LanguageModel>,
+    config: &ModelConfig,
+    tokenizer: Option<&Tokenizer>,
+    folder: &Path,
+) -> Result<(), RunError> {
+    let failed = |e: ModelError| RunError::failed(format!("writing the model to {}: {e}", folder.display()));
+    let mut writer = if model.group().rank() == 0 {
+        let plan = export_plan(config).map_err(failed)?;
+        let writer = FolderWriter::create(folder, plan, DEFAULT_MAX_FILE_BYTES);
+        Some(writer.map_err(|e| failed(e.into()))?)
+    } else {
+        None
+    };
+    let mut result = Ok(());
+    model.export(|path, _, values| {
+        if let Some(writer) = writer.as_mut().filter(|_| result.is_ok()) {
+            result = write_parameter(writer, config, path, values);
+        }
+    })?;
+    result.map_err(failed)?;
+    let Some(mut writer) = writer else { return Ok(()) };
+    let mut files = vec![("config.json".to_string(), config.to_json().into_bytes())];
+    files.extend(tokenizer.map(Tokenizer::companion_files).unwrap_or_default());
+    for (name, bytes) in files {
+        writer.add_file(&name, &bytes).map_err(|e| failed(e.into()))?;
+    }
+    writer.finish().map(drop).map_err(|e| failed(e.into()))
+}

@@ -1,0 +1,325 @@
+//! `train`: a run from its configuration to the exported model.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use shardwise_burn::{ParamSource, ShardConfig, ShardedModel, StepError, StepOutcome};
+use shardwise_comm::ProcessGroup;
+use shardwise_core::{MemoryPlan, StepSchedule};
+use shardwise_models::{CausalLm, LanguageModel, ModelConfig, Sampler, WeightsFolder};
+
+use crate::claim::claimed;
+use crate::config::Config;
+use crate::data::{TokenDataset, Tokenizer};
+use crate::error::RunError;
+use crate::generate::continue_tokens;
+use crate::plan::memory_plan;
+use crate::report::{
+    MetricsFile, Progress, RankSummary, StepMetrics, Summary, bytes, median, rank_table, thousands,
+    write_whole,
+};
+use crate::world::{on_own_threads, run_ranks};
+use crate::{dataset, export, memory};
+
+/// Tokens of the text that a finished run shows, and of the data that it continues.
+const SAMPLE_TOKENS: usize = 200;
+const PROMPT_TOKENS: usize = 16;
+
+/// A configuration with everything that it names, looked at and found good.
+struct Job {
+    config: Config,
+    model: ModelConfig,
+    warnings: Vec<String>,
+    schedule: StepSchedule,
+    seq_len: usize,
+    weights: Option<WeightsFolder>,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Job {
+    /// Looks at everything that needs no data.
+    fn prepare(config: &Config) -> Result<Self, RunError> {
+        let (model, warnings) = config.model_config()?;
+        let schedule =
+            StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
+        let seq_len = config.seq_len(&model);
+        if seq_len > model.max_positions() {
+            return Err(RunError::user(format!(
+                "data.seq_len is {seq_len}, but the model has {} positions; lower one or raise the other",
+                model.max_positions()
+            )));
+        }
+        let weights = match config.init_from()? {
+            None => None,
+            Some(folder) => Some(WeightsFolder::open(&folder, &model).map_err(RunError::user)?),
+        };
+        let tokenizer = dataset::tokenizer(config)?;
+        Ok(Self { config: config.clone(), model, warnings, schedule, seq_len, weights, tokenizer })
+    }
+}
+
+/// Trains as the configuration says; returns the exit code.
+///
+/// # Errors
+/// When the input is wrong (nothing is written then) or the run fails.
+pub fn run(config: &Config) -> Result<i32, RunError> {
+    let job = Job::prepare(config)?;
+    // Data that is quick to look at is looked at before anything is started, so that a mistake in it is told once.
+    if std::env::var_os("RANK").is_none() && dataset::is_quick(config)? {
+        dataset::open(config, &job.model, job.tokenizer.as_ref())?;
+    }
+    let timeout = Duration::from_secs_f64(config.run.timeout_seconds);
+    run_ranks(config.run.ranks, config.run.transport, timeout, |group| {
+        on_own_threads(config.run.threads_per_rank, || {
+            claimed(group, |group| Rank::new(group, &job)?.train())
+        })?
+    })
+}
+
+/// One rank of a run.
+struct Rank<'a> {
+    job: &'a Job,
+    group: ProcessGroup,
+    data: TokenDataset,
+    device: Device,
+    model: ShardedModel<LanguageModel>,
+    plan: MemoryPlan,
+}
+
+impl<'a> Rank<'a> {
+    /// Makes sure that all ranks run the same, and takes this rank's part of the model.
+    fn new(group: ProcessGroup, job: &'a Job) -> Result<Self, RunError> {
+        let config = &job.config;
+        let data = dataset::open(config, &job.model, job.tokenizer.as_ref())?;
+        let mut settings = config.settings();
+        settings.push(("program version".into(), env!("CARGO_PKG_VERSION").into()));
+        settings.push(("model".into(), job.model.to_json()));
+        settings.push(("data".into(), data.fingerprint().map_err(RunError::user)?.to_string()));
+        group.check_agreement("configurations", &settings)?;
+        let device = Device::flex().autodiff();
+        let shard =
+            ShardConfig { engine: config.engine(), recompute: config.shard.recompute, seed: config.run.seed };
+        let no_weights = ();
+        let source: &dyn ParamSource = match &job.weights {
+            Some(weights) => weights,
+            None => &no_weights,
+        };
+        let model = ShardedModel::new(
+            group.clone(),
+            job.model.init(&device).map_err(RunError::user)?,
+            shard,
+            source,
+        )?;
+        let plan = memory_plan(config, &model.layouts())?;
+        Ok(Self { job, group, data, device, model, plan })
+    }
+
+    fn is_first(&self) -> bool {
+        self.group.rank() == 0
+    }
+
+    fn train(mut self) -> Result<(), RunError> {
+        let output = self.job.config.output_dir();
+        let mut metrics_file = self.begin(&output)?;
+        let mut progress = self.is_first().then(|| Progress::new(self.job.config.run.steps));
+        let mut all = Vec::new();
+        let mut sent = 0;
+        let begun = Instant::now();
+        for step in 1..=self.job.config.run.steps {
+            let step_begun = Instant::now();
+            let lr = self.lr(step);
+            let outcome = self.step(step, lr)?;
+            sent += outcome.report.bytes_sent;
+            let metrics = self.metrics(&outcome, lr, step_begun)?;
+            if let Some(file) = &mut metrics_file {
+                file.add(&metrics)?;
+            }
+            if let Some(progress) = &mut progress {
+                progress.show(&metrics);
+            }
+            all.push(metrics);
+        }
+        let seconds = begun.elapsed().as_secs_f64();
+        if let Some(progress) = &progress {
+            progress.finish();
+        }
+        self.end(&output, &all, seconds, sent)
+    }
+
+    /// Says what will run and makes the output folder.
+    fn begin(&self, output: &Path) -> Result<Option<MetricsFile>, RunError> {
+        let file = if self.is_first() {
+            self.announce();
+            let wrong = |e: std::io::Error| {
+                RunError::user(format!("cannot make the folder {}: {e}", output.display()))
+            };
+            std::fs::create_dir_all(output).map_err(wrong)?;
+            Some(MetricsFile::create(&output.join("metrics.jsonl"))?)
+        } else {
+            None
+        };
+        // A rank that cannot write ends the run here, before any work.
+        self.group.barrier("output")?;
+        Ok(file)
+    }
+
+    fn announce(&self) {
+        let config = &self.job.config;
+        let parameters: usize = self.model.layouts().iter().map(|l| l.numel()).sum();
+        for warning in &self.job.warnings {
+            eprintln!("warning: {warning}");
+        }
+        eprintln!(
+            "{}: {} with {} parameters, {} over {} {}",
+            config.run.name,
+            self.job.model.family(),
+            thousands(parameters as u64),
+            config.shard.strategy,
+            config.run.ranks,
+            if config.run.ranks == 1 { "rank" } else { "ranks" }
+        );
+        eprintln!(
+            "data: {}: {} tokens, {} samples of {}",
+            self.data.stream().origin(),
+            thousands(self.data.stream().len()),
+            thousands(self.data.num_windows()),
+            self.job.seq_len
+        );
+        eprintln!(
+            "each rank will hold {} at its peak, beside activations, and send {} a step",
+            bytes(self.plan.total()),
+            bytes(self.plan.sent_per_step())
+        );
+    }
+
+    fn lr(&self, step: u64) -> f64 {
+        let train = &self.job.config.train;
+        train.schedule.rate(train.lr, step, train.warmup_steps, self.job.config.run.steps)
+    }
+
+    fn step(&mut self, step: u64, lr: f64) -> Result<StepOutcome, RunError> {
+        let (job, device, data) = (self.job, &self.device, &self.data);
+        let micro_batch = job.config.train.micro_batch;
+        let first_sample = (step - 1) * job.config.train.global_batch as u64;
+        let outcome = self.model.try_step(job.schedule.micro_batches(), lr, |model: &LanguageModel, m| {
+            let samples = first_sample + (m * micro_batch) as u64;
+            let (ids, targets) = load_batch(data, samples, micro_batch, device)?;
+            Ok::<_, RunError>(model.loss(ids, targets))
+        });
+        outcome.map_err(|error| match error {
+            StepError::Shard(error) => error.into(),
+            StepError::Loss(error) => error,
+        })
+    }
+
+    /// The step's line of metrics, equal on all ranks.
+    fn metrics(&self, outcome: &StepOutcome, lr: f64, begun: Instant) -> Result<StepMetrics, RunError> {
+        let own =
+            [memory::peak_proportional(), outcome.report.gathered_bytes_peak, outcome.report.bytes_sent];
+        let all = self.group.all_gather_bytes("metrics", &own.map(u64::to_le_bytes).concat())?;
+        let figure = |bytes: &Vec<u8>, i: usize| {
+            bytes.get(i * 8..i * 8 + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+        };
+        let most = |i| all.iter().map(|b| figure(b, i)).max().unwrap_or(0);
+        let step_seconds = begun.elapsed().as_secs_f64();
+        let tokens = (self.job.config.train.global_batch * self.job.seq_len) as u64;
+        Ok(StepMetrics {
+            step: outcome.report.step,
+            loss: outcome.loss,
+            grad_norm: outcome.report.grad_norm,
+            lr,
+            tokens,
+            tokens_per_second: tokens as f64 / step_seconds,
+            step_seconds,
+            peak_rss_bytes: most(0),
+            gathered_bytes_peak: most(1),
+            bytes_sent: all.iter().map(|b| figure(b, 2)).sum(),
+        })
+    }
+
+    /// Writes the model and the summary, and shows what the run has come to.
+    fn end(&mut self, output: &Path, all: &[StepMetrics], seconds: f64, sent: u64) -> Result<(), RunError> {
+        let folder = output.join("model");
+        export::write(&mut self.model, &self.job.model, self.job.tokenizer.as_ref(), &folder)?;
+        let sample = self.sample()?;
+        let ranks = self.gather_summaries(sent)?;
+        if !self.is_first() {
+            return Ok(());
+        }
+        let summary = self.summary(all, seconds, ranks);
+        let text = serde_json::to_string_pretty(&summary).map_err(RunError::failed)?;
+        write_whole(&output.join("summary.json"), text.as_bytes())?;
+        if let Some(sample) = sample {
+            println!("\nA sample from the trained model, continuing the data's first tokens:\n\n{sample}\n");
+        }
+        println!("{}", rank_table(&summary.ranks_held));
+        println!(
+            "loss {:.4} -> {:.4} in {} steps, {:.0} s, {} tokens/s",
+            summary.first_loss,
+            summary.last_loss,
+            summary.steps,
+            seconds,
+            thousands(summary.tokens_per_second.round() as u64)
+        );
+        println!("{}: metrics.jsonl, summary.json", output.display());
+        println!("{}: the model, a Hugging Face folder", folder.display());
+        Ok(())
+    }
+
+    /// Text from the model, computed by all ranks together; `None` without a tokenizer.
+    fn sample(&mut self) -> Result<Option<String>, RunError> {
+        let Some(tokenizer) = &self.job.tokenizer else { return Ok(None) };
+        let (first, _) = self.data.sample(0).map_err(RunError::failed)?;
+        let prompt = &first[..first.len().min(PROMPT_TOKENS)];
+        let mut sampler = Sampler::new(0.8, Some(40), self.job.config.run.seed).map_err(RunError::failed)?;
+        let ids = continue_tokens(&mut self.model, &mut sampler, prompt, SAMPLE_TOKENS, self.job.seq_len)?;
+        tokenizer.decode(&[prompt, &ids].concat()).map(Some).map_err(RunError::failed)
+    }
+
+    fn gather_summaries(&self, sent: u64) -> Result<Vec<RankSummary>, RunError> {
+        let mut own = RankSummary::new(self.group.rank(), &self.model.ledger(), &self.plan);
+        own.bytes_sent = sent;
+        own.staging_bytes = self.group.staging_bytes();
+        let text = serde_json::to_vec(&own).map_err(RunError::failed)?;
+        let all = self.group.all_gather_varied("summaries", &text)?;
+        all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(RunError::failed)).collect()
+    }
+
+    fn summary(&self, all: &[StepMetrics], seconds: f64, ranks_held: Vec<RankSummary>) -> Summary {
+        let rates: Vec<f64> = all.iter().map(|m| m.tokens_per_second).collect();
+        Summary {
+            name: self.job.config.run.name.clone(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            family: self.job.model.family().into(),
+            parameters: self.model.layouts().iter().map(|l| l.numel() as u64).sum(),
+            ranks: self.group.size(),
+            strategy: self.job.config.shard.strategy.to_string(),
+            steps: all.len() as u64,
+            tokens: all.iter().map(|m| m.tokens).sum(),
+            first_loss: all.first().map_or(f64::NAN, |m| m.loss),
+            last_loss: all.last().map_or(f64::NAN, |m| m.loss),
+            tokens_per_second: median(&rates),
+            training_seconds: seconds,
+            ranks_held,
+        }
+    }
+}
+
+/// Samples `first..first + count` as tensors of `[count, seq_len]`.
+fn load_batch(
+    data: &TokenDataset,
+    first: u64,
+    count: usize,
+    device: &Device,
+) -> Result<(Tensor<2, Int>, Tensor<2, Int>), RunError> {
+    let (mut ids, mut targets): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
+    for sample in first..first + count as u64 {
+        let (x, y) = data.sample(sample).map_err(RunError::failed)?;
+        ids.extend(x.into_iter().map(i64::from));
+        targets.extend(y.into_iter().map(i64::from));
+    }
+    let shape = [count, ids.len() / count];
+    let tensor = |values| Tensor::from_data(TensorData::new(values, shape), device);
+    Ok((tensor(ids), tensor(targets)))
+}
