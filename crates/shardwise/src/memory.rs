@@ -1,6 +1,10 @@
 //! Resident memory of a process, from `/proc`.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How often the sharing of pages is looked up.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Memory of a process in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,10 +35,44 @@ pub fn peak_of_all() -> u64 {
 }
 
 /// The most memory that this process had, with shared pages counted by their part: the peak of all pages less what
-/// sharing takes off now.
-pub fn peak_proportional() -> u64 {
-    let now = Resident::now();
-    peak_of_all().saturating_sub(now.all.saturating_sub(now.proportional))
+/// sharing takes off. What it takes off changes slowly and is costly to learn, so it is looked up now and then.
+#[derive(Debug)]
+pub struct PeakProportional {
+    shared_by_others: u64,
+    looked_up: Option<Instant>,
+}
+
+impl PeakProportional {
+    /// Has not looked yet.
+    pub fn new() -> Self {
+        Self { shared_by_others: 0, looked_up: None }
+    }
+
+    /// The peak so far.
+    pub fn bytes(&mut self) -> u64 {
+        if self.looked_up.is_none_or(|at| at.elapsed() > LOOK_EVERY) {
+            self.look();
+        }
+        peak_of_all().saturating_sub(self.shared_by_others)
+    }
+
+    /// The peak so far, with a fresh look.
+    pub fn exact_bytes(&mut self) -> u64 {
+        self.look();
+        self.bytes()
+    }
+
+    fn look(&mut self) {
+        let now = Resident::now();
+        self.shared_by_others = now.all.saturating_sub(now.proportional);
+        self.looked_up = Some(Instant::now());
+    }
+}
+
+impl Default for PeakProportional {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 fn kibibytes(text: &str, name: &str) -> u64 {

@@ -11,6 +11,7 @@ use shardwise_core::{MemoryPlan, Purpose};
 use shardwise_engine::Ledger;
 
 use crate::error::RunError;
+use crate::memory::PeakProportional;
 
 /// A line of `metrics.jsonl`. Memory figures are the maximum over ranks, `bytes_sent` is the sum.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -84,7 +85,7 @@ impl RankSummary {
             ledger_peak_bytes: ledger.total_peak(),
             planned_bytes: plan.total(),
             staging_bytes: 0,
-            peak_rss_bytes: crate::memory::peak_proportional(),
+            peak_rss_bytes: PeakProportional::new().exact_bytes(),
             bytes_sent: 0,
         }
     }

@@ -14,17 +14,20 @@ use crate::config::Config;
 use crate::data::{TokenDataset, Tokenizer};
 use crate::error::RunError;
 use crate::generate::continue_tokens;
+use crate::memory::PeakProportional;
 use crate::plan::memory_plan;
 use crate::report::{
     MetricsFile, Progress, RankSummary, StepMetrics, Summary, bytes, median, rank_table, thousands,
     write_whole,
 };
 use crate::world::{on_own_threads, run_ranks};
-use crate::{dataset, export, memory};
+use crate::{dataset, export};
 
 /// Tokens of the text that a finished run shows, and of the data that it continues.
 const SAMPLE_TOKENS: usize = 200;
 const PROMPT_TOKENS: usize = 16;
+/// Samples among which the prompt is looked for.
+const PROMPT_CANDIDATES: u64 = 64;
 
 /// A configuration with everything that it names, looked at and found good.
 struct Job {
@@ -85,6 +88,7 @@ struct Rank<'a> {
     device: Device,
     model: ShardedModel<LanguageModel>,
     plan: MemoryPlan,
+    peak: PeakProportional,
 }
 
 impl<'a> Rank<'a> {
@@ -112,7 +116,7 @@ impl<'a> Rank<'a> {
             source,
         )?;
         let plan = memory_plan(config, &model.layouts())?;
-        Ok(Self { job, group, data, device, model, plan })
+        Ok(Self { job, group, data, device, model, plan, peak: PeakProportional::new() })
     }
 
     fn is_first(&self) -> bool {
@@ -214,9 +218,8 @@ impl<'a> Rank<'a> {
     }
 
     /// The step's line of metrics, equal on all ranks.
-    fn metrics(&self, outcome: &StepOutcome, lr: f64, begun: Instant) -> Result<StepMetrics, RunError> {
-        let own =
-            [memory::peak_proportional(), outcome.report.gathered_bytes_peak, outcome.report.bytes_sent];
+    fn metrics(&mut self, outcome: &StepOutcome, lr: f64, begun: Instant) -> Result<StepMetrics, RunError> {
+        let own = [self.peak.bytes(), outcome.report.gathered_bytes_peak, outcome.report.bytes_sent];
         let all = self.group.all_gather_bytes("metrics", &own.map(u64::to_le_bytes).concat())?;
         let figure = |bytes: &Vec<u8>, i: usize| {
             bytes.get(i * 8..i * 8 + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
@@ -251,7 +254,9 @@ impl<'a> Rank<'a> {
         let text = serde_json::to_string_pretty(&summary).map_err(RunError::failed)?;
         write_whole(&output.join("summary.json"), text.as_bytes())?;
         if let Some(sample) = sample {
-            println!("\nA sample from the trained model, continuing the data's first tokens:\n\n{sample}\n");
+            println!(
+                "\nA sample from the trained model, continuing {PROMPT_TOKENS} tokens of its data:\n\n{sample}\n"
+            );
         }
         println!("{}", rank_table(&summary.ranks_held));
         println!(
@@ -270,11 +275,25 @@ impl<'a> Rank<'a> {
     /// Text from the model, computed by all ranks together; `None` without a tokenizer.
     fn sample(&mut self) -> Result<Option<String>, RunError> {
         let Some(tokenizer) = &self.job.tokenizer else { return Ok(None) };
-        let (first, _) = self.data.sample(0).map_err(RunError::failed)?;
-        let prompt = &first[..first.len().min(PROMPT_TOKENS)];
+        let prompt = self.prompt(tokenizer)?;
         let mut sampler = Sampler::new(0.8, Some(40), self.job.config.run.seed).map_err(RunError::failed)?;
-        let ids = continue_tokens(&mut self.model, &mut sampler, prompt, SAMPLE_TOKENS, self.job.seq_len)?;
-        tokenizer.decode(&[prompt, &ids].concat()).map(Some).map_err(RunError::failed)
+        let ids = continue_tokens(&mut self.model, &mut sampler, &prompt, SAMPLE_TOKENS, self.job.seq_len)?;
+        tokenizer.decode(&[prompt, ids].concat()).map(Some).map_err(RunError::failed)
+    }
+
+    /// The start of one of the first samples: the one with most letters, so that it is text and not a table of numbers.
+    fn prompt(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, RunError> {
+        let mut best = (Vec::new(), 0);
+        for sample in 0..self.data.num_windows().min(PROMPT_CANDIDATES) {
+            let (mut ids, _) = self.data.sample(sample).map_err(RunError::failed)?;
+            ids.truncate(PROMPT_TOKENS);
+            let text = tokenizer.decode(&ids).map_err(RunError::failed)?;
+            let letters = 1 + text.chars().filter(|c| c.is_alphabetic()).count();
+            if letters > best.1 {
+                best = (ids, letters);
+            }
+        }
+        Ok(best.0)
     }
 
     fn gather_summaries(&self, sent: u64) -> Result<Vec<RankSummary>, RunError> {

@@ -163,7 +163,7 @@ fn measure(
     let own = [
         memory::peak_of_all(),
         before.all,
-        memory::peak_proportional(),
+        memory::PeakProportional::new().exact_bytes(),
         before.proportional,
         model.ledger().total_peak(),
     ];

@@ -1,0 +1,235 @@
+//! Mistakes of the user: exit code 2, one message that says what was found, what was expected and what to do, and
+//! nothing written.
+
+mod common;
+
+use std::path::Path;
+use std::process::Output;
+
+use common::{fixture, golden_config, shardwise, stderr};
+
+struct Case {
+    what: &'static str,
+    sets: Vec<String>,
+    words: Vec<&'static str>,
+}
+
+fn case(what: &'static str, sets: &[&str], words: &[&'static str]) -> Case {
+    Case { what, sets: sets.iter().map(|s| (*s).to_string()).collect(), words: words.to_vec() }
+}
+
+fn train(config: &Path, sets: &[String]) -> Output {
+    let mut command = shardwise(["train".as_ref(), config.as_os_str()]);
+    sets.iter().for_each(|s| {
+        command.args(["--set", s]);
+    });
+    command.output().expect("the program runs")
+}
+
+/// Runs a case and checks code, message and that nothing is left.
+fn check(case: &Case, config: &Path, output: &Path) {
+    let ran = train(config, &case.sets);
+    let text = stderr(&ran);
+    assert_eq!(ran.status.code(), Some(2), "{}: {text}", case.what);
+    for words in &case.words {
+        assert!(text.contains(words), "{}: {text:?} lacks {words:?}", case.what);
+    }
+    assert_eq!(text.matches("shardwise: ").count(), 1, "{}: one message, not one a rank: {text}", case.what);
+    assert!(!text.contains("panicked"), "{}: {text}", case.what);
+    assert!(!output.exists(), "{}: nothing is written", case.what);
+}
+
+#[test]
+fn mistakes_in_the_configuration() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, output) = (folder.path().join("c.toml"), folder.path().join("out"));
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &output)).expect("written");
+    let tokens = folder.path().join("short.bin");
+    std::fs::write(&tokens, [0u8; 2 * 100]).expect("written");
+    let odd = folder.path().join("odd.bin");
+    std::fs::write(&odd, [0u8; 2001]).expect("written");
+    let wild = folder.path().join("wild.bin");
+    let ids: Vec<u8> =
+        (0..8000u16).flat_map(|i| if i == 777 { 512u16 } else { i % 512 }.to_le_bytes()).collect();
+    std::fs::write(&wild, ids).expect("written");
+    let path = |p: &Path| format!("data.path={:?}", p.display().to_string());
+    let mut cases = vec![
+        case(
+            "a misspelt key",
+            &["train.lr_schedule=1", "train.micro_bacth=2"],
+            &["unknown key `train.", "did you mean"],
+        ),
+        case("a misspelt section", &["trian.lr=1"], &["unknown key `trian`", "`train`"]),
+        case("a wrong type", &["train.lr=fast"], &["lr", "fast"]),
+        case(
+            "a wrong name",
+            &["shard.strategy=zero3"],
+            &["zero3", "full_shard", "shard_grad_op", "no_shard"],
+        ),
+        case("a bad --set", &["lr"], &["--set lr", "section.key=value"]),
+        case("zero steps", &["run.steps=0"], &["run.steps is 0", "at least 1"]),
+        case("a negative rate", &["train.lr=-1.0"], &["train.lr is -1"]),
+        case("beta of 1", &["train.betas=[0.9, 1.0]"], &["train.betas holds 1"]),
+        case("clipping to zero", &["train.clip_norm=0.0"], &["train.clip_norm is 0"]),
+        case(
+            "a micro-batch that does not divide",
+            &["train.micro_batch=3"],
+            &["train.micro_batch = 3 does not divide train.global_batch = 8", "such as 2"],
+        ),
+        case(
+            "too few micro-batches",
+            &["run.ranks=3", "train.micro_batch=4"],
+            &["2 micro-batches", "3 ranks", "smaller micro_batch"],
+        ),
+        case(
+            "a missing model folder",
+            &["model.init_from=/nowhere/model"],
+            &["/nowhere/model", "config.json"],
+        ),
+        case(
+            "both init_from and sizes",
+            &["model.n_layer=3"],
+            &["model.n_layer", "model.init_from", "leave one of them out"],
+        ),
+        case("another family", &["model.family=llama"], &["\"llama\"", "gpt2"]),
+        case("missing data", &["data.path=/nowhere/tokens.bin"], &["/nowhere/tokens.bin"]),
+        case(
+            "sequences longer than the model's",
+            &["data.seq_len=65"],
+            &["data.seq_len is 65", "64 positions"],
+        ),
+        case("a run longer than the data", &["run.steps=31"], &["31", "30"]),
+    ];
+    let run_with = |what, file: &Path, words: &[&'static str]| Case {
+        what,
+        sets: vec![path(file)],
+        words: words.to_vec(),
+    };
+    cases.push(run_with("data too short", &tokens, &["short.bin", "100", "7681"]));
+    cases.push(run_with("half a token", &odd, &["odd.bin", "2001"]));
+    cases.push(run_with("a token beyond the vocabulary", &wild, &["wild.bin", "777", "512"]));
+    for case in &cases {
+        check(case, &config, &output);
+    }
+    // The same when found by several ranks at once.
+    let mut several = run_with("a token beyond the vocabulary, 2 ranks", &wild, &["wild.bin", "777", "512"]);
+    several.sets.push("run.ranks=2".into());
+    check(&several, &config, &output);
+}
+
+/// A mistake that only the ranks can see (text through a tokenizer is not read before they start) is still one message.
+#[test]
+fn a_mistake_found_by_all_ranks_is_told_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = folder.path().join("out");
+    let text = folder.path().join("a.txt");
+    std::fs::write(&text, "hello world ".repeat(200)).expect("written");
+    let tokenizer = folder.path().join("tokenizer.json");
+    let vocab: Vec<String> =
+        ["hello", "world"].iter().enumerate().map(|(i, w)| format!("\"{w}\": {}", i + 600)).collect();
+    let json = format!(
+        "{{\"version\": \"1.0\", \"added_tokens\": [], \"pre_tokenizer\": {{\"type\": \"Whitespace\"}}, \
+         \"model\": {{\"type\": \"WordLevel\", \"vocab\": {{{}}}, \"unk_token\": \"hello\"}}}}",
+        vocab.join(", ")
+    );
+    std::fs::write(&tokenizer, json).expect("written");
+    let config = folder.path().join("c.toml");
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &output)).expect("written");
+    let case = Case {
+        what: "tokens beyond the vocabulary, found by every rank",
+        sets: vec![
+            format!("data.path={:?}", text.display().to_string()),
+            format!("data.tokenizer={:?}", tokenizer.display().to_string()),
+            "data.format=text".into(),
+            "data.sampler=shuffled".into(),
+            "run.ranks=3".into(),
+        ],
+        words: vec!["512", "60"],
+    };
+    check(&case, &config, &output);
+    let threads = Case { sets: [case.sets.clone(), vec!["run.transport=threads".into()]].concat(), ..case };
+    check(&threads, &config, &output);
+}
+
+#[test]
+fn damaged_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    let (config, output) = (folder.path().join("c.toml"), folder.path().join("out"));
+    let weights = std::fs::read(fixture("gpt2-tiny").join("model.safetensors")).expect("the fixture");
+    let json = std::fs::read_to_string(fixture("gpt2-tiny").join("config.json")).expect("the fixture");
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &output)).expect("written");
+    let with = |weights: &[u8], json: &str| {
+        std::fs::create_dir_all(&model).expect("a folder");
+        std::fs::write(model.join("model.safetensors"), weights).expect("written");
+        std::fs::write(model.join("config.json"), json).expect("written");
+    };
+    let sets =
+        || vec![format!("model.init_from={:?}", model.display().to_string()), "run.ranks=2".to_string()];
+    let tries: [(&'static str, Vec<u8>, String, Vec<&'static str>); 6] = [
+        ("truncated", weights[..weights.len() - 1].to_vec(), json.clone(), vec!["model.safetensors"]),
+        ("cut in the header", weights[..40].to_vec(), json.clone(), vec!["model.safetensors"]),
+        ("empty", Vec::new(), json.clone(), vec!["model.safetensors"]),
+        (
+            "not safetensors",
+            b"hello, I am no tensor file at all".to_vec(),
+            json.clone(),
+            vec!["model.safetensors"],
+        ),
+        ("another shape", weights.clone(), json.replace("\"n_layer\": 3", "\"n_layer\": 4"), vec!["h.3."]),
+        (
+            "other mathematics",
+            weights.clone(),
+            json.replace(
+                "\"scale_attn_by_inverse_layer_idx\": false",
+                "\"scale_attn_by_inverse_layer_idx\": true",
+            ),
+            vec!["scale_attn_by_inverse_layer_idx", "true"],
+        ),
+    ];
+    for (what, weights, json, words) in tries {
+        with(&weights, &json);
+        check(&Case { what, sets: sets(), words }, &config, &output);
+    }
+    with(&weights, &json);
+    std::fs::remove_file(model.join("model.safetensors")).expect("removed");
+    check(&Case { what: "no weights", sets: sets(), words: vec!["model.safetensors"] }, &config, &output);
+}
+
+#[test]
+fn a_configuration_that_is_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = folder.path().join("c.toml");
+    let output = folder.path().join("out");
+    for (what, text, words) in [
+        ("not TOML", "[run\nname = 1", vec!["c.toml"]),
+        ("no model", "[run]\nname = \"x\"", vec!["there is no [model]"]),
+        ("an empty model", "[model]", vec!["neither a family", "init_from"]),
+        ("an unknown family", "[model]\nfamily = \"bert\"", vec!["\"bert\"", "\"gpt2\" or \"llama\""]),
+        (
+            "a llama's size for a gpt2",
+            "[model]\nfamily = \"gpt2\"\nhidden_size = 4",
+            vec!["unknown key `model.hidden_size`"],
+        ),
+        ("impossible sizes", "[model]\nfamily = \"gpt2\"\nn_embd = 10\nn_head = 3", vec!["n_embd", "n_head"]),
+    ] {
+        std::fs::write(&config, text).expect("written");
+        check(&Case { what, sets: vec![format!("run.output_dir={output:?}")], words }, &config, &output);
+    }
+    let missing = folder.path().join("missing.toml");
+    check(&Case { what: "no file", sets: vec![], words: vec!["missing.toml"] }, &missing, &output);
+}
+
+#[test]
+fn an_output_folder_that_cannot_be_made() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, file) = (folder.path().join("c.toml"), folder.path().join("file"));
+    std::fs::write(&file, "in the way").expect("written");
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &file.join("out"))).expect("written");
+    let case = Case {
+        what: "a file in the way",
+        sets: vec!["run.ranks=2".into()],
+        words: vec!["cannot make the folder", "file/out"],
+    };
+    check(&case, &config, &file.join("out"));
+}
