@@ -54,7 +54,9 @@ fn equals_the_reference_shard_tables() {
 #[test]
 fn intervals_of_three_square_weights() {
     let layout = layout(&[vec![10, 10], vec![10, 10], vec![10, 10]], 1);
-    let cases: &[(usize, usize, &[(&str, usize, usize)])] = &[
+    /// A parameter with the first and last of its elements.
+    type Part = (&'static str, usize, usize);
+    let cases: &[(usize, usize, &[Part])] = &[
         (50, 149, &[("p0", 50, 99), ("p1", 0, 49)]),
         (0, 0, &[("p0", 0, 0)]),
         (99, 199, &[("p0", 99, 99), ("p1", 0, 99)]),
