@@ -9,7 +9,9 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment, ShardingStrategy, seed_for};
-use shardwise_engine::{DecayRule, Engine, EngineConfig, Event, Ledger, OptimizerConfig, StepReport, UnitId};
+use shardwise_engine::{
+    DecayRule, Engine, EngineConfig, Event, Ledger, Norm, OptimizerConfig, StepReport, UnitId,
+};
 
 use crate::error::ShardError;
 use crate::sink::{self, SinkGuard};
@@ -39,6 +41,7 @@ impl Default for ShardConfig {
                 optimizer,
                 decay: DecayRule::MatricesOnly,
                 clip_norm: None,
+                norm: Norm::L2,
                 prefetch: true,
             },
             recompute: false,

@@ -86,6 +86,7 @@ fn config(strategy: ShardingStrategy) -> ShardConfig {
             optimizer: OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
             decay: DecayRule::default(),
             clip_norm: Some(1.0),
+            norm: shardwise_engine::Norm::L2,
             prefetch: true,
         },
         recompute: false,

@@ -16,7 +16,7 @@ use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
 use crate::handle::{FlatParamHandle, HandleConfig, ParamState};
 use crate::ledger::Ledger;
-use crate::norm::clip_coefficient;
+use crate::norm::{Norm, clip_coefficient};
 use crate::optimizer::{DecayRule, OptimizerConfig, Update};
 use crate::pool::{GatherPool, GradientPool};
 
@@ -55,6 +55,8 @@ pub struct EngineConfig {
     pub decay: DecayRule,
     /// The norm that a gradient is cut down to; `None` leaves it as it is.
     pub clip_norm: Option<f64>,
+    /// Which norm that is.
+    pub norm: Norm,
     /// Whether the next unit is gathered while one computes.
     pub prefetch: bool,
 }

@@ -1,6 +1,6 @@
 //! One unit's flat parameter on one rank: its shard, the gathered whole while it is needed, its gradient, its statistics.
 //!
-//! Three small state machines: the parameters ([`ParamState`]), the full gradient ([`GradientState`]) and the partial
+//! Three small state machines: the parameters (`ParamState`), the full gradient (`GradientState`) and the partial
 //! sums of the gradient's shard. The engine moves them; each move checks that it is allowed.
 
 use std::ops::Range;
@@ -10,6 +10,7 @@ use shardwise_comm::{CommError, HostBuffer, PendingGather, PendingReduce, Proces
 use shardwise_core::{FlatLayout, Purpose, ShardMetadata, ShardingStrategy};
 
 use crate::ledger::Ledger;
+use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::{DecayRule, OptimizerConfig, Update};
 use crate::partial::PartialSums;
 use crate::view::FlatView;
@@ -311,17 +312,18 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Merges the partial sums of the step, divides by `divisor` and returns the sum of squares of this rank's part;
-    /// `None` when the unit had no gradient in this step.
+    /// Merges the partial sums of the step, divides by `divisor` and measures this rank's part; `None` when the unit had
+    /// no gradient in this step.
     pub(crate) fn finish_gradient(
         &mut self,
         divisor: f32,
-    ) -> Result<Option<crate::norm::DoubleDouble>, CommError> {
+        norm: Norm,
+    ) -> Result<Option<PartialNorm>, CommError> {
         let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
         let numel = self.shard.len();
-        let squares = crate::norm::divide_and_square_sum(&mut sum.writable()?[..numel], divisor);
+        let measured = norm.divide_and_measure(&mut sum.writable()?[..numel], divisor);
         self.sum = Some(sum);
-        Ok(Some(squares))
+        Ok(Some(measured))
     }
 
     /// The first element of this rank's gradient shard that is NaN or infinite, with its parameter's path.

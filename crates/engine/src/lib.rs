@@ -31,6 +31,7 @@ pub use events::{Event, EventKind};
 pub use handle::{FlatParamHandle, ParamStatus};
 pub use ledger::Ledger;
 pub use lr::LrSchedule;
+pub use norm::Norm;
 pub use optimizer::{DecayRule, OptimizerConfig};
 pub use view::FlatView;
 

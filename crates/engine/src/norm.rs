@@ -1,6 +1,6 @@
 //! The gradient norm, without a trace of how the gradient is cut into shards.
 //!
-//! The square of an f32 is exact in f64. Squares are summed in double-double arithmetic (Dekker 1971, Knuth's two-sum),
+//! The square of an f32 is exact in f64. Powers are summed in double-double arithmetic (Dekker 1971, Knuth's two-sum),
 //! about 106 bits, and the total is rounded once: shard boundaries move additions around, but not the rounded result.
 
 use shardwise_core::CarryCounter;
@@ -53,35 +53,90 @@ fn two_sum(a: f64, b: f64) -> (f64, f64) {
     (sum, (a - (sum - part)) + (b - part))
 }
 
-/// Divides every element by `divisor` and returns the sum of the squares of the quotients.
-pub fn divide_and_square_sum(gradient: &mut [f32], divisor: f32) -> DoubleDouble {
-    pulp::Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            if divisor != 1.0 {
-                gradient.iter_mut().for_each(|g| *g /= divisor);
-            }
-            square_sum(gradient)
-        },
-    )
+/// Which norm of the gradient is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Norm {
+    /// The sum of absolute values.
+    L1,
+    /// The root of the sum of squares.
+    #[default]
+    L2,
+    /// The p-th root of the sum of p-th powers of absolute values, each power rounded to f64.
+    Lp(f64),
+    /// The largest absolute value.
+    Max,
+}
+
+/// A rank's part of a norm: a sum of powers, or (for [`Norm::Max`]) a maximum.
+pub type PartialNorm = DoubleDouble;
+
+impl Norm {
+    /// Divides every element by `divisor` and measures the quotients.
+    pub fn divide_and_measure(self, gradient: &mut [f32], divisor: f32) -> PartialNorm {
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || {
+                if divisor != 1.0 {
+                    gradient.iter_mut().for_each(|g| *g /= divisor);
+                }
+                match self {
+                    Norm::L2 => power_sum(gradient, |x| x * x),
+                    Norm::L1 => power_sum(gradient, f64::abs),
+                    Norm::Lp(p) => power_sum(gradient, |x| x.abs().powf(p)),
+                    Norm::Max => DoubleDouble { high: largest(gradient), low: 0.0 },
+                }
+            },
+        )
+    }
+
+    /// Puts two parts together.
+    #[must_use]
+    pub fn join(self, a: PartialNorm, b: PartialNorm) -> PartialNorm {
+        match self {
+            Norm::Max if a.high.is_nan() || a.high > b.high => a,
+            Norm::Max => b,
+            _ => a.plus(b),
+        }
+    }
+
+    /// The norm, from the ranks' parts in rank order.
+    pub fn of_parts(self, parts: impl IntoIterator<Item = PartialNorm>) -> f64 {
+        let mut counter = CarryCounter::default();
+        for part in parts {
+            counter.push(part, 1, |a, b| self.join(a, b));
+        }
+        let whole = counter.finish(|a, b| self.join(a, b)).unwrap_or_default().value();
+        match self {
+            Norm::L2 => whole.sqrt(),
+            Norm::L1 | Norm::Max => whole,
+            Norm::Lp(p) => whole.powf(1.0 / p),
+        }
+    }
+}
+
+/// The largest absolute value; NaN if there is one.
+#[inline(always)]
+fn largest(values: &[f32]) -> f64 {
+    let larger = |most: f32, x: &f32| if x.abs() > most || x.is_nan() { x.abs() } else { most };
+    f64::from(values.iter().fold(0.0, larger))
 }
 
 #[inline(always)]
-fn square_sum(values: &[f32]) -> DoubleDouble {
+fn power_sum(values: &[f32], power: impl Fn(f64) -> f64) -> DoubleDouble {
     let mut high = [0.0f64; LANES];
     let mut low = [0.0f64; LANES];
     let (body, tail) = values.as_chunks::<LANES>();
     for chunk in body {
         for lane in 0..LANES {
             let x = f64::from(chunk[lane]);
-            let (sum, error) = two_sum(high[lane], x * x);
+            let (sum, error) = two_sum(high[lane], power(x));
             high[lane] = sum;
             low[lane] += error;
         }
     }
     for (lane, value) in tail.iter().enumerate() {
         let x = f64::from(*value);
-        let (sum, error) = two_sum(high[lane], x * x);
+        let (sum, error) = two_sum(high[lane], power(x));
         high[lane] = sum;
         low[lane] += error;
     }
@@ -89,15 +144,6 @@ fn square_sum(values: &[f32]) -> DoubleDouble {
         .zip(low)
         .map(|(high, low)| DoubleDouble { high, low })
         .fold(DoubleDouble::default(), DoubleDouble::plus)
-}
-
-/// Combines the ranks' sums by the one reduction order.
-pub fn combine(sums: impl IntoIterator<Item = DoubleDouble>) -> DoubleDouble {
-    let mut counter = CarryCounter::default();
-    for sum in sums {
-        counter.push(sum, 1, DoubleDouble::plus);
-    }
-    counter.finish(DoubleDouble::plus).unwrap_or_default()
 }
 
 /// The factor that brings a gradient of `norm` down to `max_norm`: `min(1, max_norm / (norm + 1e-6))`, in f32.

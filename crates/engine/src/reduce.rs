@@ -7,7 +7,7 @@ use crate::engine::{Engine, Phase, UnitId};
 use crate::error::EngineError;
 use crate::events::EventKind;
 use crate::handle::{FlatParamHandle, GradientState};
-use crate::norm::{DoubleDouble, combine};
+use crate::norm::PartialNorm;
 use crate::optimizer::Update;
 
 impl Engine {
@@ -78,14 +78,15 @@ impl Engine {
     pub(crate) fn finish_gradients(&mut self, micro_batches: usize) -> Result<f64> {
         let rank = self.group.rank();
         let comm = |source: CommError| EngineError::Comm { rank, source };
-        let mut squares = DoubleDouble::default();
+        let norm = self.config.norm;
+        let mut own = PartialNorm::default();
         for handle in self.root.iter_mut().chain(&mut self.units) {
-            if let Some(own) = handle.finish_gradient(micro_batches as f32).map_err(comm)? {
-                squares = squares.plus(own);
+            if let Some(part) = handle.finish_gradient(micro_batches as f32, norm).map_err(comm)? {
+                own = norm.join(own, part);
             }
         }
-        let all = self.group.all_gather_bytes("gradient norm", &squares.to_bytes()).map_err(comm)?;
-        let norm = combine(all.iter().map(|bytes| DoubleDouble::from_bytes(bytes))).value().sqrt();
+        let all = self.group.all_gather_bytes("gradient norm", &own.to_bytes()).map_err(comm)?;
+        let norm = norm.of_parts(all.iter().map(|bytes| PartialNorm::from_bytes(bytes)));
         if norm.is_finite() { Ok(norm) } else { Err(self.non_finite()?) }
     }
 

@@ -4,6 +4,7 @@ mod common;
 
 use common::{ADAMW, MOMENTUM, Reference, SGD, STRATEGIES, Toy, config, train};
 use shardwise_core::ShardingStrategy;
+use shardwise_engine::Norm;
 
 fn assert_equal_to_reference(
     toy: &Toy,
@@ -62,6 +63,19 @@ fn options_change_no_bit() {
                 ..config(ShardingStrategy::FullShard, ADAMW)
             };
             assert_equal_to_reference(&Toy::new(4), 2, 6, config);
+        }
+    }
+}
+
+/// L16: clipping by any norm equals the unsharded one (reported bug B1: the same coefficient for any number of ranks).
+#[test]
+fn every_norm_equals_the_reference() {
+    for norm in [Norm::L1, Norm::L2, Norm::Lp(3.0), Norm::Lp(2.5), Norm::Max] {
+        for ranks in [1, 2, 3] {
+            for strategy in STRATEGIES {
+                let config = shardwise_engine::EngineConfig { norm, ..config(strategy, ADAMW) };
+                assert_equal_to_reference(&Toy::new(2), ranks, 2 * ranks, config);
+            }
         }
     }
 }

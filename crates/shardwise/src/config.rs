@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shardwise_core::ShardingStrategy;
-use shardwise_engine::{DecayRule, EngineConfig, LrSchedule, OptimizerConfig};
+use shardwise_engine::{DecayRule, EngineConfig, LrSchedule, Norm, OptimizerConfig};
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
 
@@ -329,6 +329,7 @@ impl Config {
             optimizer,
             decay: DecayRule::MatricesOnly,
             clip_norm: train.clip_norm,
+            norm: Norm::L2,
             prefetch: self.shard.prefetch,
         }
     }

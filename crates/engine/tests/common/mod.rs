@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
 use shardwise_core::{CarryCounter, FlatLayout, ParamSpec, RoundAssignment, ShardingStrategy};
-use shardwise_engine::{DecayRule, Engine, EngineConfig, EngineError, OptimizerConfig, StepReport, UnitId};
+use shardwise_engine::{
+    DecayRule, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, StepReport, UnitId,
+};
 
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const ADAMW: OptimizerConfig =
@@ -18,7 +20,14 @@ pub const STRATEGIES: [ShardingStrategy; 3] =
     [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
 
 pub fn config(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> EngineConfig {
-    EngineConfig { strategy, optimizer, decay: DecayRule::default(), clip_norm: Some(0.7), prefetch: true }
+    EngineConfig {
+        strategy,
+        optimizer,
+        decay: DecayRule::default(),
+        clip_norm: Some(0.7),
+        norm: Norm::L2,
+        prefetch: true,
+    }
 }
 
 /// Shapes of the parameters of one unit.
@@ -172,7 +181,13 @@ impl Reference {
                     .collect()
             })
             .collect();
-        let norm = gradients.iter().flatten().map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();
+        let all = || gradients.iter().flatten().map(|g| f64::from(*g).abs());
+        let norm = match config.norm {
+            Norm::L1 => all().sum(),
+            Norm::L2 => all().map(|g| g * g).sum::<f64>().sqrt(),
+            Norm::Lp(p) => all().map(|g| g.powf(p)).sum::<f64>().powf(1.0 / p),
+            Norm::Max => all().fold(0.0, f64::max),
+        };
         let clip = config.clip_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0) as f32);
         for (((_, layout, values), [m, v]), gradient) in
             self.params.iter_mut().zip(&mut self.states).zip(&gradients)

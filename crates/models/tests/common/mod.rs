@@ -145,6 +145,7 @@ pub(crate) fn optimizer(name: &str) -> (ShardConfig, f64) {
         optimizer,
         decay: DecayRule::MatricesOnly,
         clip_norm,
+        norm: shardwise_engine::Norm::L2,
         prefetch: true,
     };
     (ShardConfig { engine, recompute: false, seed: 7 }, lr)
