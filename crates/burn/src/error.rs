@@ -1,7 +1,7 @@
 //! What can go wrong between a Burn module and the engine.
 
 use shardwise_comm::CommError;
-use shardwise_core::LayoutError;
+use shardwise_core::{DType, LayoutError};
 use shardwise_engine::EngineError;
 use thiserror::Error;
 
@@ -40,14 +40,13 @@ pub enum ShardError {
         /// Its unit.
         second_unit: String,
     },
-    /// A parameter is frozen.
-    #[error(
-        "parameter `{path}` does not require a gradient; frozen parameters cannot be sharded: unfreeze it, or hold the \
-         value in a field that is not a parameter"
-    )]
-    Frozen {
+    /// A parameter is not of the type that is trained.
+    #[error("parameter `{path}` is {dtype}; parameters are trained in f32: convert it")]
+    Type {
         /// The parameter.
         path: String,
+        /// Its type.
+        dtype: DType,
     },
     /// A parameter is stored in another layout than it is used in.
     #[error(

@@ -5,6 +5,7 @@
 //! - [`ops`] are the operations that models should compute with: fused where they can be, Burn's own otherwise.
 //! - [`sink`] is how their gradients reach the flat gradient without a detour.
 
+mod assemble;
 pub mod error;
 pub mod kernels;
 pub mod model;
@@ -16,7 +17,8 @@ mod unit;
 mod view;
 mod walk;
 
+pub use assemble::model_layouts;
 pub use error::ShardError;
-pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome, model_layouts};
+pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome};
 pub use sharded::{Constants, Sharded};
 pub use source::ParamSource;

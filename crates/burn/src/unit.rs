@@ -43,12 +43,13 @@ impl SharedEngine {
 pub(crate) struct ParamSink {
     pub(crate) engine: SharedEngine,
     pub(crate) unit: UnitId,
+    pub(crate) part: usize,
     pub(crate) index: usize,
 }
 
 impl GradSink for ParamSink {
     fn accumulate(&self, write: &mut dyn FnMut(&mut [f32], WriteMode)) {
-        self.engine.lock().write_gradient(self.unit, self.index, |window, overwrite| {
+        self.engine.lock().write_gradient(self.unit, self.part, self.index, |window, overwrite| {
             write(window, if overwrite { WriteMode::Overwrite } else { WriteMode::Add });
         });
     }
@@ -66,22 +67,35 @@ impl ParamSink {
     }
 }
 
+/// One of a unit's parameters.
+#[derive(Debug)]
+pub(crate) struct UnitParam {
+    pub(crate) id: ParamId,
+    pub(crate) view: ParamView,
+    /// Where its gradient goes; `None` for a frozen one.
+    pub(crate) sink: Option<Arc<ParamSink>>,
+}
+
 /// What a unit's wrapper needs to call it in a sharded run.
 pub(crate) struct UnitLink {
     pub(crate) engine: SharedEngine,
     pub(crate) unit: UnitId,
-    /// By index in the flat parameter.
-    pub(crate) views: Vec<ParamView>,
-    pub(crate) sinks: Vec<Arc<ParamSink>>,
-    pub(crate) index_of: HashMap<ParamId, usize>,
+    /// In the order of the flat parameters.
+    pub(crate) params: Vec<UnitParam>,
     pub(crate) recompute: bool,
     /// A leaf that makes every call part of the graph, whatever its input.
     pub(crate) anchor: AdTensor,
 }
 
+impl UnitLink {
+    fn param(&self, id: ParamId) -> Option<&UnitParam> {
+        self.params.iter().find(|param| param.id == id)
+    }
+}
+
 impl fmt::Debug for UnitLink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UnitLink").field("unit", &self.unit).field("params", &self.views.len()).finish()
+        f.debug_struct("UnitLink").field("unit", &self.unit).field("params", &self.params.len()).finish()
     }
 }
 
@@ -146,7 +160,7 @@ fn graph_call<M: Module + 'static, const D: usize, const E: usize>(
     x_tracked: bool,
     forward: &Forward<M, D, E>,
 ) -> (FlexTensor, InnerGraph) {
-    let mut leaves = FreshLeaves { link, leaves: vec![None; link.views.len()], sinks: Vec::new() };
+    let mut leaves = FreshLeaves { link, leaves: HashMap::new(), sinks: Vec::new() };
     let layer = inner.clone().map(&mut leaves);
     let x = if x_tracked { constant(x).require_grad() } else { constant(x) };
     let y = primitive(forward(&layer, from_primitive(x.clone())));
@@ -171,8 +185,8 @@ struct InnerGraph {
     end: Option<AdTensor>,
     /// The input, if it needs a gradient.
     x: Option<AdTensor>,
-    /// The parameters' leaves, by index.
-    leaves: Vec<Option<AdTensor>>,
+    /// The parameters' leaves.
+    leaves: HashMap<ParamId, AdTensor>,
 }
 
 impl InnerGraph {
@@ -181,9 +195,10 @@ impl InnerGraph {
         let end = self.end?;
         *self.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(dy);
         let mut gradients = end.backward();
-        for (leaf, sink) in self.leaves.iter().zip(&link.sinks) {
-            let gradient = leaf.as_ref().and_then(|leaf| leaf.grad_remove(&mut gradients));
-            if let Some(gradient) = gradient {
+        for param in &link.params {
+            if let (Some(leaf), Some(sink)) = (self.leaves.get(&param.id), &param.sink)
+                && let Some(gradient) = leaf.grad_remove(&mut gradients)
+            {
                 sink.take_in(gradient);
             }
         }
@@ -245,26 +260,25 @@ impl Backward<Flex, 1> for SeedStep {
     }
 }
 
-/// Puts a fresh leaf in the place of each parameter, with its sink.
+/// Puts a fresh leaf in the place of each parameter, with its sink; a constant in the place of a frozen one.
 struct FreshLeaves<'a> {
     link: &'a UnitLink,
-    leaves: Vec<Option<AdTensor>>,
+    leaves: HashMap<ParamId, AdTensor>,
     sinks: Vec<SinkGuard>,
 }
 
 impl ModuleMapper for FreshLeaves<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(&index) = self.link.index_of.get(&param.id) else { return param };
-        let leaf = match &self.leaves[index] {
-            Some(leaf) => leaf.clone(),
-            None => {
-                let leaf = constant(self.link.views[index].tensor()).require_grad();
-                self.sinks.push(sink::register(leaf.id(), self.link.sinks[index].clone()));
-                self.leaves[index] = Some(leaf.clone());
-                leaf
-            }
-        };
-        Param::initialized(param.id, from_primitive(leaf))
+        let Some(own) = self.link.param(param.id) else { return param };
+        let sinks = &mut self.sinks;
+        let leaf = self.leaves.entry(param.id).or_insert_with(|| {
+            let tensor = constant(own.view.tensor());
+            let Some(sink) = &own.sink else { return tensor };
+            let leaf = tensor.require_grad();
+            sinks.push(sink::register(leaf.id(), sink.clone()));
+            leaf
+        });
+        Param::initialized(param.id, from_primitive(leaf.clone()))
     }
 }
 
@@ -275,10 +289,8 @@ struct Untracked<'a> {
 
 impl ModuleMapper for Untracked<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.link.index_of.get(&param.id) {
-            Some(&index) => {
-                Param::initialized(param.id, from_primitive(constant(self.link.views[index].tensor())))
-            }
+        match self.link.param(param.id) {
+            Some(own) => Param::initialized(param.id, from_primitive(constant(own.view.tensor()))),
             None => param,
         }
     }

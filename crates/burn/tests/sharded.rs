@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData, activation};
 use shardwise_burn::{ShardConfig, ShardError, Sharded, ShardedModel, ops};
 use shardwise_comm::threads;
 use shardwise_core::{Purpose, ShardingStrategy};
@@ -294,6 +294,69 @@ fn a_model_walks_its_ties_once() {
     }
 }
 
+/// F6 and reported bug E1: frozen parameters beside trained ones, in a unit and in the root, and a unit that is frozen as
+/// a whole. They stay bit-unchanged, cost no gradient, and the trained ones learn the same for any number of ranks.
+#[test]
+fn frozen_parameters_train_beside_the_others() {
+    let device = Device::flex().autodiff();
+    let frozen_paths = ["embed.weight", "blocks.0.up.weight", "blocks.1."];
+    let is_frozen = |path: &str| frozen_paths.iter().any(|f| path.starts_with(f));
+    let build = || {
+        let mut model = Model::new(&device);
+        model.embed = model.embed.no_grad();
+        let freeze = |block: &Sharded<Block>, all: bool| {
+            let mut block = block.inner().clone();
+            if all {
+                return Sharded::new(block.no_grad());
+            }
+            block.up.weight = block.up.weight.set_require_grad(false);
+            Sharded::new(block)
+        };
+        model.blocks[0] = freeze(&model.blocks[0], false);
+        model.blocks[1] = freeze(&model.blocks[1], true);
+        model
+    };
+    let run = |ranks, config: ShardConfig| {
+        threads::run(ranks, DEADLINE, |group| {
+            let mut model = ShardedModel::new(group, build(), config, &()).expect("sharded");
+            let before = params(&mut model);
+            let losses: Vec<u64> = (0..3)
+                .map(|step| {
+                    let loss = |model: &Model, m| {
+                        let (ids, targets) = batch(m, step, &device);
+                        model.loss(ids, targets)
+                    };
+                    model.step(4, 0.01, loss).expect("a step").loss.to_bits()
+                })
+                .collect();
+            let after = params(&mut model);
+            for ((path, _, a), (_, _, b)) in before.iter().zip(&after) {
+                // A bias that nobody uses has a zero gradient and no decay.
+                assert_eq!(a == b, is_frozen(path) || path.ends_with("spare.bias"), "{path}");
+            }
+            let trained: usize =
+                after.iter().filter(|(path, ..)| !is_frozen(path)).map(|(_, _, values)| values.len()).sum();
+            let shards: usize =
+                model.layouts().iter().filter(|l| l.requires_grad()).map(|l| l.shard_numel()).sum();
+            assert!(shards * ranks >= trained && shards * ranks < trained + 5 * ranks);
+            let partials = if ranks == 1 { 2 } else { 1 };
+            assert_eq!(model.ledger().peak(Purpose::GradientShards), (4 * partials * shards) as u64);
+            (losses, after)
+        })
+        .expect("a world")
+        .remove(0)
+    };
+    let want = run(1, config(ShardingStrategy::FullShard));
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
+        for recompute in [false, true] {
+            for ranks in [2, 4] {
+                let got = run(ranks, ShardConfig { recompute, ..config(strategy) });
+                assert!(got == want, "{strategy}, recompute {recompute}, {ranks} ranks");
+            }
+        }
+    }
+}
+
 #[test]
 fn evaluation_changes_nothing_and_sees_what_training_sees() {
     let device = Device::flex().autodiff();
@@ -441,8 +504,11 @@ fn modules_that_cannot_be_sharded_say_why() {
         count: Param::initialized(burn::module::ParamId::new(), Tensor::zeros([2], &device)),
     });
     assert!(int.contains("`count`") && int.contains("integer parameters are unsupported"), "{int}");
-    let frozen = refused(&linear().no_grad());
-    assert!(frozen.contains("`weight` does not require a gradient"), "{frozen}");
+    let mut half = linear();
+    half.bias =
+        Some(Param::initialized(burn::module::ParamId::new(), Tensor::zeros([2], (&device, DType::BF16))));
+    let half = refused(&half);
+    assert!(half.contains("`bias` is bf16") && half.contains("trained in f32"), "{half}");
     let plain = refused(&LinearConfig::new(2, 2).init(&Device::flex()));
     assert!(plain.contains("`weight` is on") && plain.contains("autodiff"), "{plain}");
     let column = refused(&LinearConfig::new(2, 3).with_layout(burn::nn::LinearLayout::Col).init(&device));

@@ -20,7 +20,7 @@ pub mod strategy;
 
 pub use error::{LayoutError, PlanError};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
-pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose};
+pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose, UnitSize};
 pub use reduction::{CarryCounter, max_partials};
 pub use schedule::{RoundAssignment, StepSchedule};
 pub use seed::seed_for;

@@ -13,9 +13,12 @@
 //! | gathered units | `4 P_u min(n, 1 + prefetch)` | `4` x all units | 0 | 0 |
 //! | full gradient of the root | `4 P_r` | `4 P_r` | `4 P_r` | `4 P_r` |
 //! | full gradient of one unit | `4 P_u` | `4 P_u` | `4 P_u` | `4 P_u` |
+//!
+//! Frozen parameters count for parameters and gathers only.
 
 use std::fmt;
 
+use crate::layout::FlatLayout;
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
 use crate::strategy::ShardingStrategy;
@@ -96,13 +99,36 @@ impl OptimizerKind {
     }
 }
 
+/// Elements of a unit's flat parameters, without padding.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct UnitSize {
+    /// Those that are trained.
+    pub trainable: usize,
+    /// Those that are frozen: sharded and gathered, but without gradient and statistics.
+    pub frozen: usize,
+}
+
+impl UnitSize {
+    /// The size of the flat parameters of one unit.
+    pub fn of<'a>(layouts: impl IntoIterator<Item = &'a FlatLayout>) -> Self {
+        layouts.into_iter().fold(Self::default(), |mut size, layout| {
+            *if layout.requires_grad() { &mut size.trainable } else { &mut size.frozen } += layout.numel();
+            size
+        })
+    }
+
+    fn parts(self) -> [usize; 2] {
+        [self.trainable, self.frozen]
+    }
+}
+
 /// Everything the plan depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanInput {
-    /// Elements of each unit's flat parameter, the root's not among them.
-    pub units: Vec<usize>,
-    /// Elements of the root's flat parameter; 0 when every parameter is in a unit.
-    pub root: usize,
+    /// Each unit, the root not among them.
+    pub units: Vec<UnitSize>,
+    /// The root; empty when every parameter is in a unit.
+    pub root: UnitSize,
     /// How state is spread.
     pub strategy: ShardingStrategy,
     /// Which statistics are kept.
@@ -150,63 +176,75 @@ impl MemoryPlan {
     }
 }
 
-/// Element counts that the formulas share.
+/// Element counts that the formulas share. A pair holds the trainable and the frozen ones.
 struct Sizes {
-    all: u64,
-    shards: u64,
-    root_padded: u64,
-    units_padded: u64,
-    largest_unit: u64,
+    /// Without padding.
+    all: [u64; 2],
+    /// Of one rank's shards, padding included.
+    shards: [u64; 2],
+    /// Of the root, padding included.
+    root: [u64; 2],
+    /// Of all units, padding included.
+    units: [u64; 2],
+    /// Of the largest unit, padding included.
+    largest: [u64; 2],
 }
 
 impl Sizes {
     fn new(input: &PlanInput) -> Self {
         let w = input.schedule.ranks();
-        let shard = |numel: usize| numel.div_ceil(w) as u64;
-        let padded = |numel: usize| shard(numel) * w as u64;
+        let padded = |numel: usize| (numel.div_ceil(w) * w) as u64;
+        let of = |part: usize| {
+            let units: Vec<u64> = input.units.iter().map(|u| padded(u.parts()[part])).collect();
+            let plain: usize = input.units.iter().map(|u| u.parts()[part]).sum();
+            let root = input.root.parts()[part];
+            let (sum, largest) = (units.iter().sum::<u64>(), units.iter().copied().max().unwrap_or(0));
+            ((plain + root) as u64, padded(root), sum, largest)
+        };
+        let [t, f] = [of(0), of(1)];
+        let shard = |(_, root, units, _): (u64, u64, u64, u64)| (root + units) / w as u64;
         Self {
-            all: (input.units.iter().sum::<usize>() + input.root) as u64,
-            shards: input.units.iter().copied().map(shard).sum::<u64>() + shard(input.root),
-            root_padded: padded(input.root),
-            units_padded: input.units.iter().copied().map(padded).sum(),
-            largest_unit: input.units.iter().copied().map(padded).max().unwrap_or(0),
+            all: [t.0, f.0],
+            shards: [shard(t), shard(f)],
+            root: [t.1, f.1],
+            units: [t.2, f.2],
+            largest: [t.3, f.3],
         }
     }
 
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
+        let both = |pair: [u64; 2]| pair[0] + pair[1];
         let alone = input.schedule.ranks() == 1;
         let kept = if input.strategy.is_sharded() { self.shards } else { self.all };
         let gathers = input.strategy.is_sharded() && !alone;
         match purpose {
-            Purpose::Parameters => kept,
-            Purpose::OptimizerState => kept * input.optimizer.states() as u64,
-            Purpose::GradientShards => self.shards * max_partials(input.schedule.rounds()) as u64,
-            Purpose::GatheredRoot => u64::from(gathers) * self.root_padded,
+            Purpose::Parameters => both(kept),
+            Purpose::OptimizerState => kept[0] * input.optimizer.states() as u64,
+            Purpose::GradientShards => self.shards[0] * max_partials(input.schedule.rounds()) as u64,
+            Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
             Purpose::GatheredUnits if !gathers => 0,
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
-                self.largest_unit * gather_slots(input.units.len(), input.prefetch) as u64
+                both(self.largest) * gather_slots(input.units.len(), input.prefetch) as u64
             }
-            Purpose::GatheredUnits => self.units_padded,
-            Purpose::RootGradient => self.root_padded,
-            Purpose::UnitGradient => self.largest_unit,
+            Purpose::GatheredUnits => both(self.units),
+            Purpose::RootGradient => self.root[0],
+            Purpose::UnitGradient => self.largest[0],
         }
     }
 
     fn sent_elements(&self, input: &PlanInput) -> u64 {
-        let w = input.schedule.ranks();
-        let (units, root) = (input.units.len(), input.root > 0);
-        let counts = input.schedule.collectives(input.strategy, units, root);
-        let peers = (w - 1) as u64;
-        let shard_root = self.root_padded / w as u64;
-        let shard_units = self.units_padded / w as u64;
-        let per_unit = |collectives: usize| (collectives.checked_div(units).unwrap_or(0)) as u64;
-        let unit_passes = per_unit(counts.forward_gathers) + per_unit(counts.backward_gathers);
-        let rounds = if w == 1 { 0 } else { input.schedule.rounds() as u64 };
-        let gradient_gather = u64::from(counts.gradient_gathers > 0);
-        peers
-            * (shard_root * counts.root_gathers as u64
-                + shard_units * unit_passes
-                + (shard_root + shard_units) * (rounds + gradient_gather))
+        let (w, rounds) = (input.schedule.ranks() as u64, input.schedule.rounds() as u64);
+        let sharded = input.strategy.is_sharded();
+        let gathered = match (sharded, input.strategy.reshards_after_forward()) {
+            (false, _) => 0,
+            (true, reshards) => {
+                let passes = rounds * (1 + u64::from(reshards));
+                self.root[0] + self.root[1] + passes * (self.units[0] + self.units[1])
+            }
+        };
+        // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
+        let reduced = (self.root[0] + self.units[0]) * (rounds + u64::from(!sharded));
+        (w - 1) * (gathered + reduced) / w
     }
 }
 

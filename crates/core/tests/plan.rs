@@ -1,7 +1,8 @@
 //! The schedule of micro-batches and the memory plan's formulas.
 
 use shardwise_core::{
-    MemoryPlan, OptimizerKind, PlanError, PlanInput, Purpose, RoundAssignment, ShardingStrategy, StepSchedule,
+    MemoryPlan, OptimizerKind, PlanError, PlanInput, Purpose, RoundAssignment, ShardingStrategy,
+    StepSchedule, UnitSize,
 };
 
 #[test]
@@ -39,8 +40,8 @@ fn impossible_batches_say_what_would_work() {
 
 fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rounds: usize) -> PlanInput {
     PlanInput {
-        units: vec![103; 4],
-        root: 57,
+        units: vec![UnitSize { trainable: 103, frozen: 0 }; 4],
+        root: UnitSize { trainable: 57, frozen: 0 },
         strategy,
         optimizer,
         schedule: StepSchedule::of_micro_batches(ranks * rounds, ranks).expect("enough micro-batches"),
@@ -106,6 +107,27 @@ fn one_slot_is_enough_without_prefetch_or_with_one_unit() {
     assert_eq!(MemoryPlan::new(&one).bytes(Purpose::GatheredUnits), 4 * 104);
     one.units.clear();
     assert_eq!(MemoryPlan::new(&one).bytes(Purpose::GatheredUnits), 0);
+}
+
+/// Frozen parameters are sharded and gathered, but have neither gradient nor statistics, and nothing of them is reduced.
+#[test]
+fn frozen_parameters_cost_no_gradient() {
+    let trained = input(ShardingStrategy::FullShard, OptimizerKind::AdamW, 4, 2);
+    let mut mixed = trained.clone();
+    mixed.units.iter_mut().for_each(|u| u.frozen = 9);
+    mixed.root.frozen = 5;
+    let (a, b) = (MemoryPlan::new(&trained), MemoryPlan::new(&mixed));
+    for purpose in
+        [Purpose::OptimizerState, Purpose::GradientShards, Purpose::RootGradient, Purpose::UnitGradient]
+    {
+        assert_eq!(a.bytes(purpose), b.bytes(purpose), "{purpose}");
+    }
+    // 9 on 4 ranks: shards of 3, padded 12; 5: shards of 2, padded 8.
+    let more = |purpose| b.bytes(purpose) - a.bytes(purpose);
+    assert_eq!(more(Purpose::Parameters), 4 * (4 * 3 + 2));
+    assert_eq!(more(Purpose::GatheredRoot), 4 * 8);
+    assert_eq!(more(Purpose::GatheredUnits), 4 * 2 * 12);
+    assert_eq!(b.sent_per_step() - a.sent_per_step(), 4 * 3 * (2 + 4 * 3 * 2 * 2));
 }
 
 /// Reference test 15: `n` units and a root take `n + 1` gathers forward, `n` backward and `n + 1` reductions.

@@ -3,7 +3,7 @@
 //! The order of one micro-batch is recorded and serves as a hint for the next: a call that differs from it costs the
 //! prefetch, never correctness. Every rank runs the same program, so every rank prefetches the same.
 
-use crate::engine::UnitId;
+use crate::config::UnitId;
 
 /// The recorded order of forward calls, and where the current pass is in it.
 #[derive(Debug, Default)]

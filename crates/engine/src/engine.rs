@@ -7,74 +7,20 @@
 
 use std::sync::{Arc, OnceLock};
 
-use shardwise_comm::ProcessGroup;
-use shardwise_core::{FlatLayout, Purpose, RoundAssignment, ShardingStrategy, StepSchedule, max_partials};
+use shardwise_comm::{CommError, ProcessGroup};
+use shardwise_core::{FlatLayout, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
+use crate::config::{EngineConfig, StepReport, UnitId};
 use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
 use crate::handle::{FlatParamHandle, HandleConfig, ParamState};
 use crate::ledger::Ledger;
-use crate::norm::{Norm, clip_coefficient};
-use crate::optimizer::{DecayRule, OptimizerConfig, Update};
-use crate::pool::{GatherPool, GradientPool};
-
-/// Names one flat parameter of an engine: the root's or a unit's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct UnitId(usize);
-
-impl UnitId {
-    /// The parameters outside every unit.
-    pub const ROOT: UnitId = UnitId(0);
-
-    /// The `index`-th unit of the module walk.
-    pub fn unit(index: usize) -> Self {
-        Self(index + 1)
-    }
-
-    /// The place in the module walk; meaningless for the root.
-    pub(crate) fn index(self) -> usize {
-        self.0.wrapping_sub(1)
-    }
-
-    /// Whether this is the root.
-    pub fn is_root(self) -> bool {
-        self == Self::ROOT
-    }
-}
-
-/// How an engine trains.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct EngineConfig {
-    /// How state is spread over ranks.
-    pub strategy: ShardingStrategy,
-    /// The update rule.
-    pub optimizer: OptimizerConfig,
-    /// Which parameters decay.
-    pub decay: DecayRule,
-    /// The norm that a gradient is cut down to; `None` leaves it as it is.
-    pub clip_norm: Option<f64>,
-    /// Which norm that is.
-    pub norm: Norm,
-    /// Whether the next unit is gathered while one computes.
-    pub prefetch: bool,
-}
-
-/// What a step did.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepReport {
-    /// The step, counted from 1.
-    pub step: u64,
-    /// The norm of the whole gradient before clipping, equal on all ranks.
-    pub grad_norm: f64,
-    /// What the gradient was multiplied by.
-    pub clip_coefficient: f32,
-    /// Bytes of parameters and gradients that this rank sent to others.
-    pub bytes_sent: u64,
-    /// The most bytes of full parameters (root and units) that this rank held at a time.
-    pub gathered_bytes_peak: u64,
-}
+use crate::norm::clip_coefficient;
+use crate::optimizer::Update;
+use crate::pool::Pools;
+use crate::unit::{Place, Units};
 
 /// What the engine is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,14 +47,9 @@ impl Phase {
 pub struct Engine {
     pub(crate) group: ProcessGroup,
     pub(crate) config: EngineConfig,
-    /// The root first; without parameters it has no handle.
-    pub(crate) root: Option<FlatParamHandle>,
-    pub(crate) units: Vec<FlatParamHandle>,
+    pub(crate) units: Units,
     pub(crate) coordinator: Coordinator,
-    pub(crate) gather_pool: GatherPool,
-    pub(crate) root_pool: GatherPool,
-    pub(crate) gradient_pool: GradientPool,
-    pub(crate) root_gradient_pool: GradientPool,
+    pub(crate) pools: Pools,
     pub(crate) ledger: Ledger,
     pub(crate) events: EventLog,
     pub(crate) phase: Phase,
@@ -120,39 +61,36 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Allocates the shards of `root` (if it has parameters) and of `units`, all zero.
+    /// Allocates the shards of the root and of the units, all zero. Each has one flat parameter, or one that is trained and
+    /// one that is frozen ([`FlatLayout::build_groups`]); the root may have none.
     ///
     /// # Errors
     /// When memory cannot be had.
     pub fn new(
         group: ProcessGroup,
-        root: Option<FlatLayout>,
-        units: Vec<FlatLayout>,
+        root: Vec<FlatLayout>,
+        units: Vec<Vec<FlatLayout>>,
         config: EngineConfig,
     ) -> Result<Self> {
         let mut ledger = Ledger::default();
+        let pools = Pools::new(&units, config.strategy.reshards_after_forward());
+        let coordinator = Coordinator::new(units.len());
         let handle_config =
             HandleConfig { strategy: config.strategy, optimizer: config.optimizer, decay: config.decay };
         let rank = group.rank();
-        let mut handle = |layout| {
-            FlatParamHandle::new(layout, &group, &handle_config, &mut ledger)
-                .map_err(|source| EngineError::Comm { rank, source })
+        let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
+            let handle = |layout| FlatParamHandle::new(layout, &group, &handle_config, &mut ledger);
+            let handles: shardwise_comm::Result<Vec<_>> = layouts.into_iter().map(handle).collect();
+            handles.map_err(|source| EngineError::Comm { rank, source })
         };
-        let root = root.map(&mut handle).transpose()?;
-        let units = units.into_iter().map(&mut handle).collect::<Result<Vec<_>>>()?;
-        let largest = units.iter().map(|u| u.layout().padded_numel()).max().unwrap_or(0);
-        // Freed after each use, any unit may need any slot; kept until backward, each unit keeps its own.
-        let least_slot = if config.strategy.reshards_after_forward() { largest } else { 0 };
+        let root = handles(root)?;
+        let units = units.into_iter().map(handles).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             config,
-            coordinator: Coordinator::new(units.len()),
-            gather_pool: GatherPool::new(Purpose::GatheredUnits, least_slot),
-            root_pool: GatherPool::new(Purpose::GatheredRoot, 0),
-            gradient_pool: GradientPool::new(Purpose::UnitGradient, largest),
-            root_gradient_pool: GradientPool::new(Purpose::RootGradient, 0),
+            units: Units::new(root, units),
+            coordinator,
+            pools,
             group,
-            root,
-            units,
             ledger,
             events: EventLog::default(),
             phase: Phase::Idle,
@@ -204,49 +142,52 @@ impl Engine {
         &self.failure
     }
 
-    /// Every flat parameter, in the order of collectives: the root, then the units.
+    /// Every unit with parameters, in the order of collectives: the root, then the others.
     pub fn ids(&self) -> impl Iterator<Item = UnitId> + use<> {
-        let root = self.root.as_ref().map(|_| UnitId::ROOT);
-        root.into_iter().chain((0..self.units.len()).map(UnitId::unit))
+        self.units.ids()
     }
 
-    /// A flat parameter; `None` for the root of a model that has all parameters in units.
-    pub fn handle(&self, id: UnitId) -> Option<&FlatParamHandle> {
-        if id.is_root() { self.root.as_ref() } else { self.units.get(id.index()) }
+    /// A unit's flat parameters, in the order of its layouts; none for the root of a model that has all in units.
+    pub fn parts(&self, unit: UnitId) -> &[FlatParamHandle] {
+        &self.units[unit].parts
     }
 
-    pub(crate) fn handle_mut(&mut self, id: UnitId) -> Option<&mut FlatParamHandle> {
-        if id.is_root() { self.root.as_mut() } else { self.units.get_mut(id.index()) }
-    }
-
-    /// The owned parameters of a unit, to initialise or load them: elements [`FlatParamHandle::owned`].
+    /// The owned parameters of a unit's part, to initialise or load them: elements [`FlatParamHandle::owned`].
     ///
     /// # Errors
     /// In the middle of a step, and when a peer is lost or late.
-    pub fn owned_params(&mut self, id: UnitId) -> Result<&mut [f32]> {
+    ///
+    /// # Panics
+    /// When there is no such part.
+    pub fn owned_params(&mut self, unit: UnitId, part: usize) -> Result<&mut [f32]> {
         self.expect_idle("owned_params")?;
         let rank = self.group.rank();
-        let Some(handle) = self.handle_mut(id) else { return Ok(&mut []) };
+        let handle = &mut self.units[Place { unit, part }];
         let owned = handle.owned().len();
         let params = handle.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         Ok(&mut params[..owned])
     }
 
-    /// Lets `read` see the whole flat parameter of a unit. A collective: every rank must call it.
+    /// Lets `read` see each of a unit's flat parameters whole, with its layout. A collective: every rank must call it.
     ///
     /// # Errors
     /// In the middle of a step, and when a peer is lost or late.
-    pub fn with_full_params<T>(&mut self, id: UnitId, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
+    pub fn with_full_params(
+        &mut self,
+        unit: UnitId,
+        mut read: impl FnMut(&FlatLayout, &[f32]),
+    ) -> Result<()> {
         self.expect_idle("with_full_params")?;
-        self.unshard(id)?;
-        let Some(handle) = self.handle(id) else { return Ok(read(&[])) };
-        let numel = handle.layout().numel();
-        let result = match &handle.state {
-            ParamState::Gathered(buffer) => read(&buffer.as_slice()[..numel]),
-            _ => read(&handle.params.as_slice()[..numel]),
-        };
-        self.reshard(id);
-        Ok(result)
+        self.unshard(unit)?;
+        for handle in &self.units[unit].parts {
+            let whole = match &handle.state {
+                ParamState::Gathered(buffer) => buffer.as_slice(),
+                _ => handle.params.as_slice(),
+            };
+            read(handle.layout(), &whole[..handle.layout().numel()]);
+        }
+        self.reshard(unit);
+        Ok(())
     }
 
     /// Begins a step of `micro_batches` micro-batches over all ranks: gathers the root.
@@ -257,11 +198,9 @@ impl Engine {
         self.expect_idle("begin_step")?;
         let schedule = StepSchedule::of_micro_batches(micro_batches, self.group.size())?;
         let partials = max_partials(schedule.rounds());
-        let rank = self.group.rank();
-        for handle in self.root.iter_mut().chain(&mut self.units) {
-            handle
-                .reserve_partials(partials, &self.group, &mut self.ledger)
-                .map_err(|source| EngineError::Comm { rank, source })?;
+        for at in self.units.places() {
+            let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
+            self.comm(reserved)?;
         }
         self.step += 1;
         (self.bytes_sent, self.gathered_bytes_peak) = (0, 0);
@@ -320,10 +259,8 @@ impl Engine {
         let result = self.unshard(unit);
         self.keep_failure(result);
         let next = self.coordinator.forward(unit);
-        if let Some(handle) = self.handle_mut(unit) {
-            handle.users += 1;
-            handle.calls += usize::from(training);
-        }
+        self.units[unit].users += 1;
+        self.units[unit].calls += usize::from(training);
         self.note(unit, EventKind::Forward);
         if let Some(next) = next.filter(|next| *next != unit) {
             let result = self.prefetch(next);
@@ -351,9 +288,7 @@ impl Engine {
     pub fn enter_backward(&mut self, unit: UnitId) {
         let result = self.unshard(unit);
         self.keep_failure(result);
-        if let Some(handle) = self.handle_mut(unit) {
-            handle.users += 1;
-        }
+        self.units[unit].users += 1;
         self.note(unit, EventKind::Backward);
         if let Some(next) = self.coordinator.backward(unit).filter(|next| *next != unit) {
             let result = self.prefetch(next);
@@ -361,22 +296,28 @@ impl Engine {
         }
     }
 
-    /// Lets parameter `index` of `unit` write its gradient: `write(window, overwrite)`, where `overwrite` says that the
-    /// window's contents are stale.
-    pub fn write_gradient(&mut self, unit: UnitId, index: usize, write: impl FnOnce(&mut [f32], bool)) {
-        let result = self.prepare_gradient(unit).and_then(|()| {
-            let rank = self.group.rank();
-            let Some(handle) = self.handle_mut(unit) else { return Ok(()) };
-            handle.write_gradient(index, write).map_err(|source| EngineError::Comm { rank, source })
+    /// Lets parameter `index` of a unit's part write its gradient: `write(window, overwrite)`, where `overwrite` says that
+    /// the window's contents are stale. Frozen parameters have no window.
+    pub fn write_gradient(
+        &mut self,
+        unit: UnitId,
+        part: usize,
+        index: usize,
+        write: impl FnOnce(&mut [f32], bool),
+    ) {
+        let at = Place { unit, part };
+        let result = self.prepare_gradient(at).and_then(|()| {
+            let written = self.units[at].write_gradient(index, write);
+            self.comm(written)
         });
         self.keep_failure(result);
     }
 
     /// Ends the backward of one call of `unit`; after the last, lends its full gradient and frees its parameters.
     pub fn leave_backward(&mut self, unit: UnitId) {
-        let Some(handle) = self.handle_mut(unit) else { return };
-        handle.calls = handle.calls.saturating_sub(1);
-        let last = handle.calls == 0;
+        let calls = self.units[unit].calls.saturating_sub(1);
+        self.units[unit].calls = calls;
+        let last = calls == 0;
         if last {
             let result = self.start_reduce(unit);
             self.keep_failure(result);
@@ -394,20 +335,15 @@ impl Engine {
         let Phase::Round { schedule, round } = self.phase else {
             return Err(self.wrong_state(UnitId::ROOT, "end_round", "begin a round first"));
         };
-        let leftover: Vec<UnitId> =
-            self.ids().filter(|id| self.handle(*id).is_some_and(|h| h.calls > 0)).collect();
-        for unit in leftover {
-            if let Some(handle) = self.handle_mut(unit) {
-                handle.calls = 0;
+        for unit in self.units.ids_without_root() {
+            if std::mem::take(&mut self.units[unit].calls) > 0 {
+                self.start_reduce(unit)?;
+                self.reshard(unit);
             }
-            self.start_reduce(unit)?;
-            self.reshard(unit);
         }
-        if self.root.is_some() {
-            self.start_reduce(UnitId::ROOT)?;
-        }
+        self.start_reduce(UnitId::ROOT)?;
         self.coordinator.end_round();
-        self.drop_unused_gathers();
+        self.drop_unused_gathers(None);
         self.phase = Phase::Step { schedule, round: round + 1 };
         if round + 1 < schedule.rounds()
             && let Some(first) = self.coordinator.first()
@@ -455,8 +391,8 @@ impl Engine {
         let grad_norm = self.finish_gradients(schedule.micro_batches())?;
         let clip = clip_coefficient(grad_norm, self.config.clip_norm);
         let update = Update { config: self.config.optimizer, lr, count: 0, clip, decay: false };
-        for id in self.ids() {
-            self.update(id, update)?;
+        for at in self.units.places() {
+            self.update(at, update)?;
         }
         self.phase = Phase::Idle;
         Ok(StepReport {
@@ -487,7 +423,7 @@ impl Engine {
             return Err(self.wrong_state(UnitId::ROOT, "end_evaluation", "begin an evaluation first"));
         }
         self.coordinator.end_round();
-        self.drop_unused_gathers();
+        self.drop_unused_gathers(None);
         self.reshard(UnitId::ROOT);
         self.phase = Phase::Idle;
         self.check_failure()
@@ -502,8 +438,14 @@ impl Engine {
     }
 
     fn wrong_state(&self, unit: UnitId, call: &'static str, remedy: &'static str) -> EngineError {
-        let unit = self.handle(unit).map_or("root".to_string(), FlatParamHandle::summary);
+        let summaries: Vec<String> = self.units[unit].parts.iter().map(FlatParamHandle::summary).collect();
+        let unit = if unit.is_root() { "`root`".to_string() } else { summaries.join(" and ") };
         EngineError::State { unit, state: self.phase.name(), call, remedy }
+    }
+
+    /// Names this rank in a failure of communication.
+    pub(crate) fn comm<T>(&self, result: std::result::Result<T, CommError>) -> Result<T> {
+        result.map_err(|source| EngineError::Comm { rank: self.group.rank(), source })
     }
 
     fn expect_idle(&self, call: &'static str) -> Result<()> {

@@ -1,6 +1,6 @@
 //! What the engine did, in order: gathers, releases, reductions, updates.
 
-use crate::engine::UnitId;
+use crate::config::UnitId;
 
 /// One thing that happened to a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -74,10 +74,6 @@ pub struct FlatParamHandle {
     pub(crate) params: SharedBuffer,
     pub(crate) view: Arc<FlatView>,
     pub(crate) state: ParamState,
-    /// Calls that compute with the full parameters now.
-    pub(crate) users: usize,
-    /// Forward calls of the current micro-batch whose backward is still to come.
-    pub(crate) calls: usize,
     pub(crate) gradient: GradientState,
     pub(crate) partials: PartialSums,
     /// The gradient's shard of the whole step, between the last reduction and the update.
@@ -113,7 +109,8 @@ impl FlatParamHandle {
             // Padding must never be read: whoever does gets NaN.
             params.writable()?[owned.len()..].fill(f32::NAN);
         }
-        let statistics = (0..config.optimizer.kind().states())
+        let states = if layout.requires_grad() { config.optimizer.kind().states() } else { 0 };
+        let statistics = (0..states)
             .map(|_| {
                 ledger.add(Purpose::OptimizerState, numel);
                 HostBuffer::new(numel)
@@ -135,8 +132,6 @@ impl FlatParamHandle {
             params,
             view,
             state,
-            users: 0,
-            calls: 0,
             gradient: GradientState::Absent,
             partials: PartialSums::default(),
             sum: None,
@@ -170,17 +165,21 @@ impl FlatParamHandle {
         }
     }
 
-    /// One line for messages: name, status, sizes, users.
+    /// Whether the flat parameter is trained.
+    pub fn is_trainable(&self) -> bool {
+        self.layout.requires_grad()
+    }
+
+    /// One line for messages: name, status, sizes.
     pub fn summary(&self) -> String {
         format!(
-            "`{}` ({:?}, {} parameters with {} elements, {} of them here, requires_grad {}, {} users)",
+            "`{}` ({:?}, {} parameters with {} elements, {} of them here, requires_grad {})",
             self.name(),
             self.status(),
             self.layout.params().len(),
             self.layout.numel(),
             self.owned.len(),
-            self.layout.requires_grad(),
-            self.users
+            self.layout.requires_grad()
         )
     }
 
@@ -305,7 +304,7 @@ impl FlatParamHandle {
         group: &ProcessGroup,
         ledger: &mut Ledger,
     ) -> Result<(), CommError> {
-        while self.partials.buffers() < partials {
+        while self.is_trainable() && self.partials.buffers() < partials {
             self.partials.give(group.allocate(self.layout.shard_numel())?);
             ledger.add(Purpose::GradientShards, self.layout.shard_numel());
         }

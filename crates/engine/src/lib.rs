@@ -10,6 +10,7 @@
 //! - [`optimizer`], [`lr`], [`norm`]: the update.
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
+pub mod config;
 pub mod coordinator;
 pub mod engine;
 pub mod error;
@@ -22,10 +23,12 @@ pub mod optimizer;
 mod partial;
 mod pool;
 mod reduce;
+mod unit;
 mod unshard;
 pub mod view;
 
-pub use engine::{Engine, EngineConfig, StepReport, UnitId};
+pub use config::{EngineConfig, StepReport, UnitId};
+pub use engine::Engine;
 pub use error::EngineError;
 pub use events::{Event, EventKind};
 pub use handle::{FlatParamHandle, ParamStatus};

@@ -1,7 +1,7 @@
 //! Buffers that are used again and again: allocated when first needed, never given back during a run.
 
 use shardwise_comm::{GatherTarget, HostBuffer, SharedBuffer};
-use shardwise_core::Purpose;
+use shardwise_core::{FlatLayout, Purpose};
 
 use crate::ledger::Ledger;
 
@@ -46,7 +46,44 @@ impl<B: GatherTarget> Pool<B> {
     }
 }
 
-/// Gathered parameters.
-pub(crate) type GatherPool = Pool<HostBuffer>;
-/// Full gradients, which peers read in place.
-pub(crate) type GradientPool = Pool<SharedBuffer>;
+/// The pools of an engine: the root has its own, and so have frozen parameters, whose sizes are others.
+#[derive(Debug)]
+pub(crate) struct Pools {
+    root_params: Pool<HostBuffer>,
+    trainable_params: Pool<HostBuffer>,
+    frozen_params: Pool<HostBuffer>,
+    root_gradient: Pool<SharedBuffer>,
+    unit_gradient: Pool<SharedBuffer>,
+}
+
+impl Pools {
+    /// For units of these layouts; `any_slot` says that each is freed after use, so that any may need any buffer.
+    pub(crate) fn new(units: &[Vec<FlatLayout>], any_slot: bool) -> Self {
+        let largest = |trainable: bool| {
+            let parts = units.iter().flatten().filter(|l| l.requires_grad() == trainable);
+            parts.map(FlatLayout::padded_numel).max().unwrap_or(0)
+        };
+        let slot = |trainable| if any_slot { largest(trainable) } else { 0 };
+        Self {
+            root_params: Pool::new(Purpose::GatheredRoot, 0),
+            trainable_params: Pool::new(Purpose::GatheredUnits, slot(true)),
+            frozen_params: Pool::new(Purpose::GatheredUnits, slot(false)),
+            root_gradient: Pool::new(Purpose::RootGradient, 0),
+            unit_gradient: Pool::new(Purpose::UnitGradient, largest(true)),
+        }
+    }
+
+    /// Where full parameters are gathered.
+    pub(crate) fn params(&mut self, root: bool, trainable: bool) -> &mut Pool<HostBuffer> {
+        match (root, trainable) {
+            (true, _) => &mut self.root_params,
+            (false, true) => &mut self.trainable_params,
+            (false, false) => &mut self.frozen_params,
+        }
+    }
+
+    /// Where full gradients are written, for peers to read in place.
+    pub(crate) fn gradient(&mut self, root: bool) -> &mut Pool<SharedBuffer> {
+        if root { &mut self.root_gradient } else { &mut self.unit_gradient }
+    }
+}

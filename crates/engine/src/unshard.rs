@@ -3,82 +3,97 @@
 use shardwise_comm::HostBuffer;
 
 use crate::Result;
-use crate::engine::{Engine, UnitId};
-use crate::error::EngineError;
+use crate::config::UnitId;
+use crate::engine::Engine;
 use crate::events::EventKind;
 use crate::handle::ParamState;
+use crate::unit::Place;
 
 impl Engine {
-    pub(crate) fn start_unshard(&mut self, id: UnitId) -> Result<()> {
-        let Some(handle) = self.handle(id).filter(|h| h.needs_unshard()) else { return Ok(()) };
-        let numel = handle.layout().padded_numel();
-        let dest = self.gather_buffer(id, numel)?;
-        let group = self.group.clone();
-        let Some(handle) = self.handle_mut(id) else { return Ok(()) };
-        handle.start_unshard(&group, dest);
-        let sent = handle.part_bytes_to_peers();
-        self.bytes_sent += sent;
+    /// The places of one unit's flat parameters.
+    pub(crate) fn parts_of(&self, unit: UnitId) -> impl Iterator<Item = Place> + use<> {
+        (0..self.units[unit].parts.len()).map(move |part| Place { unit, part })
+    }
+
+    pub(crate) fn start_unshard(&mut self, unit: UnitId) -> Result<()> {
+        self.parts_of(unit).try_for_each(|at| self.start_unshard_part(at))
+    }
+
+    fn start_unshard_part(&mut self, at: Place) -> Result<()> {
+        if !self.units[at].needs_unshard() {
+            return Ok(());
+        }
+        let numel = self.units[at].layout().padded_numel();
+        let dest = self.gather_buffer(at, numel)?;
+        let handle = &mut self.units[at];
+        handle.start_unshard(&self.group, dest);
+        self.bytes_sent += handle.part_bytes_to_peers();
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
-        self.note(id, EventKind::GatherStarted);
+        self.note(at.unit, EventKind::GatherStarted);
         Ok(())
     }
 
-    pub(crate) fn unshard(&mut self, id: UnitId) -> Result<()> {
-        self.start_unshard(id)?;
-        let rank = self.group.rank();
-        let Some(handle) = self.handle_mut(id) else { return Ok(()) };
-        if matches!(handle.state, ParamState::InFlight(_)) {
-            let result = handle.wait_for_unshard().map_err(|source| EngineError::Comm { rank, source });
-            self.note(id, EventKind::Gathered);
-            return result;
+    /// Gathers a unit, or waits for its gather that is under way.
+    pub(crate) fn unshard(&mut self, unit: UnitId) -> Result<()> {
+        self.start_unshard(unit)?;
+        // Every part is waited for, so that a failure leaves zeros and not a hole.
+        let mut result = Ok(());
+        for at in self.parts_of(unit) {
+            if matches!(self.units[at].state, ParamState::InFlight(_)) {
+                let arrived = self.units[at].wait_for_unshard();
+                self.note(unit, EventKind::Gathered);
+                result = result.and(self.comm(arrived));
+            }
         }
-        Ok(())
+        result
     }
 
-    pub(crate) fn prefetch(&mut self, id: UnitId) -> Result<()> {
-        if self.config.prefetch { self.start_unshard(id) } else { Ok(()) }
+    pub(crate) fn prefetch(&mut self, unit: UnitId) -> Result<()> {
+        if self.config.prefetch { self.start_unshard(unit) } else { Ok(()) }
     }
 
     /// A buffer for a gather: a free one, that of a prefetch which nobody has used, or a new one.
-    pub(crate) fn gather_buffer(&mut self, id: UnitId, numel: usize) -> Result<HostBuffer> {
-        if !id.is_root() && !self.gather_pool.has(numel) && self.config.strategy.reshards_after_forward() {
-            self.drop_unused_gathers();
+    fn gather_buffer(&mut self, at: Place, numel: usize) -> Result<HostBuffer> {
+        let (root, trainable) = (at.unit.is_root(), self.units[at].is_trainable());
+        if !root
+            && self.config.strategy.reshards_after_forward()
+            && !self.pools.params(root, trainable).has(numel)
+        {
+            self.drop_unused_gathers(Some(at.unit));
         }
-        let rank = self.group.rank();
-        let pool = if id.is_root() { &mut self.root_pool } else { &mut self.gather_pool };
-        pool.take(numel, &mut self.ledger, HostBuffer::new)
-            .map_err(|source| EngineError::Comm { rank, source })
+        let taken = self.pools.params(root, trainable).take(numel, &mut self.ledger, HostBuffer::new);
+        self.comm(taken)
     }
 
-    /// Frees units that are gathered or in flight while nobody computes with them and no backward will.
-    pub(crate) fn drop_unused_gathers(&mut self) {
-        let keeps = !self.config.strategy.reshards_after_forward();
-        let unused: Vec<UnitId> = (0..self.units.len())
-            .filter(|i| self.units[*i].users == 0 && !(keeps && self.units[*i].calls > 0))
-            .map(UnitId::unit)
-            .collect();
-        unused.into_iter().for_each(|id| self.reshard(id));
+    /// Frees units that are gathered or in flight while nobody computes with them and no backward will, but for `keep`.
+    pub(crate) fn drop_unused_gathers(&mut self, keep: Option<UnitId>) {
+        let until_backward = !self.config.strategy.reshards_after_forward();
+        for id in self.units.ids_without_root() {
+            let unit = &self.units[id];
+            if unit.users == 0 && !(until_backward && unit.calls > 0) && Some(id) != keep {
+                self.reshard(id);
+            }
+        }
     }
 
     /// Ends one use; true when it was the last.
-    pub(crate) fn release_use(&mut self, id: UnitId) -> bool {
-        let Some(handle) = self.handle_mut(id) else { return false };
-        handle.users = handle.users.saturating_sub(1);
-        handle.users == 0
+    pub(crate) fn release_use(&mut self, unit: UnitId) -> bool {
+        let unit = &mut self.units[unit];
+        unit.users = unit.users.saturating_sub(1);
+        unit.users == 0
     }
 
-    pub(crate) fn reshard(&mut self, id: UnitId) {
-        let Some(handle) = self.handle_mut(id) else { return };
-        let numel = handle.layout().padded_numel();
-        if let Some(buffer) = handle.reshard() {
-            if id.is_root() {
-                self.root_pool.give(buffer)
-            } else {
-                self.gather_pool.give(buffer)
+    pub(crate) fn reshard(&mut self, unit: UnitId) {
+        for at in self.parts_of(unit) {
+            let handle = &mut self.units[at];
+            let (bytes, trainable) =
+                (handle.layout().padded_numel() * size_of::<f32>(), handle.is_trainable());
+            if let Some(buffer) = handle.reshard() {
+                self.pools.params(unit.is_root(), trainable).give(buffer);
+                self.gathered_bytes -= bytes as u64;
+                self.note(unit, EventKind::Released);
             }
-            self.gathered_bytes -= (numel * size_of::<f32>()) as u64;
-            self.note(id, EventKind::Released);
         }
     }
 }

@@ -2,7 +2,10 @@
 
 mod common;
 
-use common::{ADAMW, DEADLINE, STRATEGIES, Toy, compute_round, compute_step, config, train, write_gradients};
+use common::{
+    ADAMW, DEADLINE, STRATEGIES, Toy, compute_round, compute_step, config, full, full_params, train,
+    write_gradients,
+};
 use shardwise_comm::threads;
 use shardwise_core::{RoundAssignment, ShardingStrategy};
 use shardwise_engine::{EngineError, ParamStatus, UnitId};
@@ -25,11 +28,11 @@ fn calls_out_of_order_are_refused() {
         engine.begin_step(2).expect("idle");
         refused(engine.begin_step(2).expect_err("in a step"), "Step", "begin_step");
         refused(engine.end_step(0.1).expect_err("rounds left"), "Step", "end_step");
-        refused(engine.owned_params(UnitId::ROOT).expect_err("in a step"), "Step", "owned_params");
+        refused(engine.owned_params(UnitId::ROOT, 0).expect_err("in a step"), "Step", "owned_params");
         engine.begin_round().expect("a round");
         refused(engine.end_step(0.1).expect_err("in a round"), "Round", "end_step");
         refused(
-            engine.with_full_params(UnitId::ROOT, |_| ()).expect_err("in a round"),
+            engine.with_full_params(UnitId::ROOT, |_, _| ()).expect_err("in a round"),
             "Round",
             "with_full_params",
         );
@@ -92,7 +95,7 @@ fn a_unit_used_several_times_is_reduced_once() {
                     engine.end_round().expect("a round");
                     engine.end_step(0.05).expect("a step");
                 }
-                let flat = engine.with_full_params(a, <[f32]>::to_vec).expect("gathered");
+                let flat = full(&mut engine, a);
                 (flat, engine.ledger().allocations())
             })
             .expect("a world");
@@ -126,10 +129,7 @@ fn another_order_of_units_gives_the_same_result() {
             engine.end_round().expect("a round");
             engine.end_step(0.05).expect("a step");
         }
-        let ids: Vec<UnitId> = engine.ids().collect();
-        ids.into_iter()
-            .map(|id| engine.with_full_params(id, <[f32]>::to_vec).expect("gathered"))
-            .collect::<Vec<_>>()
+        full_params(&mut engine)
     })
     .expect("a world");
     assert_eq!(got[0], want);
@@ -142,10 +142,7 @@ fn unused_units_stay_and_unneeded_ones_get_zeros() {
     for strategy in STRATEGIES {
         threads::run(2, DEADLINE, |group| {
             let mut engine = Toy::new(3).engine(group, config(strategy, ADAMW));
-            let full = |engine: &mut shardwise_engine::Engine, i| {
-                engine.with_full_params(UnitId::unit(i), <[f32]>::to_vec).expect("gathered")
-            };
-            let before: Vec<Vec<f32>> = (0..3).map(|i| full(&mut engine, i)).collect();
+            let before: Vec<Vec<f32>> = (0..3).map(|i| full(&mut engine, UnitId::unit(i))).collect();
             engine.begin_step(2).expect("idle");
             let RoundAssignment::Compute(m) = engine.begin_round().expect("a round") else { unreachable!() };
             for unit in [0, 2].map(UnitId::unit) {
@@ -157,7 +154,7 @@ fn unused_units_stay_and_unneeded_ones_get_zeros() {
             engine.leave_backward(UnitId::unit(0));
             engine.end_round().expect("a round");
             engine.end_step(0.05).expect("a step");
-            let after: Vec<Vec<f32>> = (0..3).map(|i| full(&mut engine, i)).collect();
+            let after: Vec<Vec<f32>> = (0..3).map(|i| full(&mut engine, UnitId::unit(i))).collect();
             assert_ne!(after[0], before[0]);
             assert_eq!(after[1], before[1], "unused: untouched");
             // The matrix (15 elements) decays by 1 - lr * weight_decay, the rest stays.
@@ -179,14 +176,14 @@ fn a_non_finite_gradient_is_reported_by_every_rank() {
             let errors = threads::run(3, DEADLINE, |group| {
                 let rank = group.rank();
                 let mut engine = Toy::new(2).engine(group, config(strategy, ADAMW));
-                let before = engine.with_full_params(UnitId::unit(1), <[f32]>::to_vec).expect("gathered");
+                let before = full(&mut engine, UnitId::unit(1));
                 engine.begin_step(3).expect("idle");
                 engine.begin_round().expect("a round");
                 let unit = UnitId::unit(1);
                 engine.enter_forward(unit);
                 engine.leave_forward(unit);
                 engine.enter_backward(unit);
-                engine.write_gradient(unit, 4, |window, _| {
+                engine.write_gradient(unit, 0, 4, |window, _| {
                     window.fill(1.0);
                     if rank == 1 {
                         window[9] = bad;
@@ -195,7 +192,7 @@ fn a_non_finite_gradient_is_reported_by_every_rank() {
                 engine.leave_backward(unit);
                 engine.end_round().expect("a round");
                 let error = engine.end_step(0.1).expect_err("not finite");
-                assert_eq!(engine.with_full_params(unit, <[f32]>::to_vec).expect("gathered"), before);
+                assert_eq!(full(&mut engine, unit), before);
                 compute_step(&mut engine, 3, 0.1).expect("the next step is a new one");
                 error.to_string()
             })
@@ -245,15 +242,15 @@ fn evaluation_frees_everything() {
                 for _ in 0..=pass {
                     for unit in (0..3).map(UnitId::unit) {
                         engine.enter_forward(unit);
-                        assert_eq!(engine.handle(unit).expect("a unit").status(), ParamStatus::Available);
+                        assert_eq!(engine.parts(unit)[0].status(), ParamStatus::Available);
                         engine.leave_forward(unit);
-                        let after = engine.handle(unit).expect("a unit").status();
+                        let after = engine.parts(unit)[0].status();
                         assert_eq!(after == ParamStatus::Available, resident, "{strategy}");
                     }
                 }
                 engine.end_evaluation().expect("ended");
                 for id in engine.ids() {
-                    let status = engine.handle(id).expect("a unit").status();
+                    let status = engine.parts(id)[0].status();
                     assert_eq!(status == ParamStatus::Available, resident, "{strategy}");
                 }
                 compute_step(&mut engine, 4, 0.1).expect("a step between");

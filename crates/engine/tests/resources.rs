@@ -4,7 +4,7 @@ mod common;
 
 use common::{ADAMW, DEADLINE, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
-use shardwise_core::{MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule};
+use shardwise_core::{MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize};
 use shardwise_engine::{Event, EventKind, UnitId};
 
 fn plan(
@@ -15,8 +15,8 @@ fn plan(
 ) -> MemoryPlan {
     let (root, units) = toy.layouts(ranks);
     MemoryPlan::new(&PlanInput {
-        units: units.iter().map(|u| u.numel()).collect(),
-        root: root.map_or(0, |r| r.numel()),
+        units: units.iter().map(UnitSize::of).collect(),
+        root: UnitSize::of(&root),
         strategy: config.strategy,
         optimizer: config.optimizer.kind(),
         schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
@@ -30,7 +30,8 @@ fn the_ledger_equals_the_plan_to_the_byte() {
         for optimizer in [ADAMW, MOMENTUM, SGD] {
             for (ranks, micro_batches) in [(1, 1), (1, 3), (2, 2), (2, 6), (3, 8), (4, 4), (4, 28)] {
                 for (units, prefetch) in [(3, true), (3, false), (2, true), (1, true), (0, true)] {
-                    let toy = Toy::new(units);
+                    let frozen = if units == 3 { vec![vec![4, 2], vec![3]] } else { vec![] };
+                    let toy = Toy { frozen, ..Toy::new(units) };
                     let config = shardwise_engine::EngineConfig { prefetch, ..config(strategy, optimizer) };
                     let plan = plan(&toy, ranks, micro_batches, &config);
                     threads::run(ranks, DEADLINE, |group| {

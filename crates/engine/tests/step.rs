@@ -94,13 +94,22 @@ fn a_ragged_last_round_is_exact() {
 fn models_of_every_build() {
     let root_only = Toy { units: vec![], ..Toy::new(0) };
     let units_only = Toy { root: vec![], ..Toy::new(3) };
-    let tiny =
-        Toy { root: vec![vec![1], vec![1]], units: vec![vec![vec![1], vec![1]], vec![vec![2], vec![0]]] };
+    let tiny = Toy {
+        root: vec![vec![1], vec![1]],
+        units: vec![vec![vec![1], vec![1]], vec![vec![2], vec![0]]],
+        frozen: vec![],
+    };
     let uneven = Toy {
         root: vec![vec![3], vec![2]],
         units: vec![vec![vec![40], vec![1]], vec![vec![2], vec![1]], vec![vec![9, 9], vec![5]]],
+        frozen: vec![],
     };
-    for toy in [root_only, units_only, tiny, uneven] {
+    // F6: what is frozen is a flat parameter of its own, and is bit-unchanged.
+    let frozen_too = Toy { frozen: vec![vec![5], vec![2, 3], vec![1]], ..Toy::new(3) };
+    let mut all_frozen = frozen_too.clone();
+    all_frozen.units[1] = vec![];
+    all_frozen.root = vec![];
+    for toy in [root_only, units_only, tiny, uneven, frozen_too, all_frozen] {
         for strategy in STRATEGIES {
             for ranks in [1, 2, 4] {
                 assert_equal_to_reference(&toy, ranks, 2 * ranks, config(strategy, ADAMW));

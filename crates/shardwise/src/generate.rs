@@ -50,6 +50,9 @@ pub fn run(args: &GenerateArgs) -> Result<i32, RunError> {
     let file = args.model.join("tokenizer.json");
     let tokenizer = Tokenizer::open(&file.display().to_string()).map_err(RunError::user)?;
     let prompt = tokenizer.encode(&args.prompt).map_err(RunError::user)?;
+    if prompt.is_empty() {
+        return Err(RunError::user("the prompt has no token; give it some text to continue"));
+    }
     if let Some(id) = prompt.iter().find(|id| **id as usize >= config.vocab_size()) {
         return Err(RunError::user(format!(
             "the prompt has token {id}, but the model knows {} tokens; the tokenizer in {} is not this model's",

@@ -2,7 +2,7 @@
 
 use burn::tensor::Device;
 use shardwise_burn::model_layouts;
-use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule};
+use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule, UnitSize};
 
 use crate::config::Config;
 use crate::error::RunError;
@@ -23,11 +23,13 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
 /// When the batches do not fit the ranks.
 pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan, RunError> {
     let schedule = StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
-    let (root, units): (Vec<&FlatLayout>, Vec<&FlatLayout>) =
-        layouts.iter().partition(|l| l.unit() == "root");
+    // A unit's flat parameters follow each other.
+    let mut units: Vec<&[FlatLayout]> = layouts.chunk_by(|a, b| a.unit() == b.unit()).collect();
+    let root = units.first().filter(|unit| unit[0].unit() == "root").map(|root| UnitSize::of(*root));
+    units.drain(..usize::from(root.is_some()));
     Ok(MemoryPlan::new(&PlanInput {
-        units: units.iter().map(|l| l.numel()).collect(),
-        root: root.iter().map(|l| l.numel()).sum(),
+        units: units.into_iter().map(UnitSize::of).collect(),
+        root: root.unwrap_or_default(),
         strategy: config.shard.strategy,
         optimizer: config.engine().optimizer.kind(),
         schedule,

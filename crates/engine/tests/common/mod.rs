@@ -37,50 +37,72 @@ pub type Shapes = Vec<Vec<usize>>;
 pub struct Toy {
     pub root: Shapes,
     pub units: Vec<Shapes>,
+    /// Frozen parameters that the root and every unit have besides.
+    pub frozen: Shapes,
 }
 
 impl Toy {
     /// `n` units with parameters of awkward sizes, and a root.
     pub fn new(n: usize) -> Self {
         let unit = vec![vec![3, 5], vec![5], vec![0], vec![1], vec![17]];
-        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n] }
+        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n], frozen: vec![] }
     }
 
-    fn layout(name: &str, shapes: &Shapes, world: usize) -> FlatLayout {
-        let specs: Vec<ParamSpec> = shapes
-            .iter()
-            .enumerate()
-            .map(|(i, shape)| ParamSpec::f32(format!("{name}.p{i}"), i as u64, shape.clone()))
-            .collect();
-        FlatLayout::build(name, &specs, world).expect("a valid unit")
+    fn layouts_of(&self, name: &str, shapes: &Shapes, world: usize) -> Vec<FlatLayout> {
+        let spec = |(i, (shape, requires_grad)): (usize, (&Vec<usize>, bool))| ParamSpec {
+            requires_grad,
+            ..ParamSpec::f32(format!("{name}.p{i}"), i as u64, shape.clone())
+        };
+        let trainable = shapes.iter().map(|s| (s, true));
+        let all = trainable.chain(self.frozen.iter().map(|s| (s, false)));
+        let specs: Vec<ParamSpec> = all.enumerate().map(spec).collect();
+        if specs.is_empty() {
+            vec![]
+        } else {
+            FlatLayout::build_groups(name, &specs, world).expect("a valid unit")
+        }
     }
 
-    pub fn layouts(&self, world: usize) -> (Option<FlatLayout>, Vec<FlatLayout>) {
-        let root = (!self.root.is_empty()).then(|| Self::layout("root", &self.root, world));
-        let units = self
-            .units
-            .iter()
-            .enumerate()
-            .map(|(i, s)| Self::layout(&format!("blocks.{i}"), s, world))
-            .collect();
-        (root, units)
+    pub fn layouts(&self, world: usize) -> (Vec<FlatLayout>, Vec<Vec<FlatLayout>>) {
+        let root = self.layouts_of("root", &self.root, world);
+        let unit = |(i, shapes): (usize, &Shapes)| self.layouts_of(&format!("blocks.{i}"), shapes, world);
+        (root, self.units.iter().enumerate().map(unit).collect())
     }
 
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
         let (root, units) = self.layouts(group.size());
         let mut engine = Engine::new(group, root, units, config).expect("an engine");
         for id in engine.ids().collect::<Vec<_>>() {
-            let owned = engine.handle(id).expect("a unit").owned();
-            for (value, element) in engine.owned_params(id).expect("idle").iter_mut().zip(owned) {
-                *value = initial(id, element);
+            for part in 0..engine.parts(id).len() {
+                let owned = engine.parts(id)[part].owned();
+                for (value, element) in engine.owned_params(id, part).expect("idle").iter_mut().zip(owned) {
+                    *value = initial(id, part, element);
+                }
             }
         }
         engine
     }
 }
 
-pub fn initial(id: UnitId, element: usize) -> f32 {
-    (((element * 37 + if id.is_root() { 5 } else { 11 }) % 101) as f32 - 50.0) / 40.0
+pub fn initial(id: UnitId, part: usize, element: usize) -> f32 {
+    let salt = if id.is_root() { 5 } else { 11 } + 29 * part;
+    (((element * 37 + salt) % 101) as f32 - 50.0) / 40.0
+}
+
+/// Every flat parameter of a model, whole, in the order of collectives.
+pub fn full_params(engine: &mut Engine) -> Vec<Vec<f32>> {
+    let mut all = Vec::new();
+    for id in engine.ids().collect::<Vec<_>>() {
+        engine.with_full_params(id, |_, values| all.push(values.to_vec())).expect("gathered");
+    }
+    all
+}
+
+/// The first flat parameter of a unit, whole.
+pub fn full(engine: &mut Engine, id: UnitId) -> Vec<f32> {
+    let mut all = Vec::new();
+    engine.with_full_params(id, |_, values| all.push(values.to_vec())).expect("gathered");
+    all.swap_remove(0)
 }
 
 /// The gradient of one element in one micro-batch.
@@ -105,13 +127,11 @@ pub fn compute_round(engine: &mut Engine, micro_batch: usize) -> Result<(), Engi
     let units: Vec<UnitId> = engine.ids().filter(|id| !id.is_root()).collect();
     for unit in &units {
         engine.enter_forward(*unit);
-        assert!(engine.handle(*unit).expect("a unit").view().is_present());
+        assert!(engine.parts(*unit).iter().all(|part| part.view().is_present()));
         engine.leave_forward(*unit);
     }
     // A model's head and last norm come first in backward.
-    if engine.handle(UnitId::ROOT).is_some() {
-        write_gradients(engine, UnitId::ROOT, micro_batch);
-    }
+    write_gradients(engine, UnitId::ROOT, micro_batch);
     for unit in units.iter().rev() {
         engine.enter_backward(*unit);
         write_gradients(engine, *unit, micro_batch);
@@ -122,19 +142,21 @@ pub fn compute_round(engine: &mut Engine, micro_batch: usize) -> Result<(), Engi
 
 /// Every parameter writes its gradient in two uses, half each, but the last one, which is unused.
 pub fn write_gradients(engine: &mut Engine, unit: UnitId, micro_batch: usize) {
-    let handle = engine.handle(unit).expect("a unit");
-    let (view, params) = (handle.view().clone(), handle.layout().params().to_vec());
     let step = engine.step();
-    for (index, param) in params.iter().enumerate().take(params.len() - 1) {
-        // SAFETY: the values are copied before the engine goes on.
-        let values = unsafe { view.slice(param.range()) }.expect("gathered").to_vec();
-        for _ in 0..2 {
-            engine.write_gradient(unit, index, |window, overwrite| {
-                for (k, g) in window.iter_mut().enumerate() {
-                    let half = 0.5 * gradient(values[k], param.offset + k, micro_batch, step);
-                    *g = if overwrite { half } else { *g + half };
-                }
-            });
+    for part in 0..engine.parts(unit).len() {
+        let handle = &engine.parts(unit)[part];
+        let (view, params) = (handle.view().clone(), handle.layout().params().to_vec());
+        for (index, param) in params.iter().enumerate().take(params.len() - 1) {
+            // SAFETY: the values are copied before the engine goes on.
+            let values = unsafe { view.slice(param.range()) }.expect("gathered").to_vec();
+            for _ in 0..2 {
+                engine.write_gradient(unit, part, index, |window, overwrite| {
+                    for (k, g) in window.iter_mut().enumerate() {
+                        let half = 0.5 * gradient(values[k], param.offset + k, micro_batch, step);
+                        *g = if overwrite { half } else { *g + half };
+                    }
+                });
+            }
         }
     }
 }
@@ -149,16 +171,18 @@ pub struct Reference {
 impl Reference {
     pub fn new(toy: &Toy) -> Self {
         let (root, units) = toy.layouts(1);
-        let ids =
-            root.iter().map(|_| UnitId::ROOT).chain((0..units.len()).map(UnitId::unit)).collect::<Vec<_>>();
-        let params: Vec<_> = ids
-            .into_iter()
-            .zip(root.into_iter().chain(units))
-            .map(|(id, layout)| {
-                let values = (0..layout.numel()).map(|e| initial(id, e)).collect();
-                (id, layout, values)
-            })
-            .collect();
+        let of = |id: UnitId, layouts: Vec<FlatLayout>| -> Vec<_> {
+            let values =
+                |part, layout: &FlatLayout| (0..layout.numel()).map(|e| initial(id, part, e)).collect();
+            layouts
+                .into_iter()
+                .enumerate()
+                .map(|(part, l)| (id, values(part, &l), l))
+                .map(|(id, v, l)| (id, l, v))
+                .collect()
+        };
+        let mut params = of(UnitId::ROOT, root);
+        params.extend(units.into_iter().enumerate().flat_map(|(i, layouts)| of(UnitId::unit(i), layouts)));
         let states = params.iter().map(|(_, l, _)| [vec![0.0; l.numel()], vec![0.0; l.numel()]]).collect();
         Self { params, states, step: 0 }
     }
@@ -174,7 +198,11 @@ impl Reference {
                 (0..layout.numel())
                     .map(|e| {
                         let of = |m: usize| {
-                            if unused.contains(&e) { 0.0 } else { gradient(values[e], e, m, self.step) }
+                            if unused.contains(&e) || !layout.requires_grad() {
+                                0.0
+                            } else {
+                                gradient(values[e], e, m, self.step)
+                            }
                         };
                         summed(micro_batches, ranks, of) / micro_batches as f32
                     })
@@ -192,7 +220,7 @@ impl Reference {
         for (((_, layout, values), [m, v]), gradient) in
             self.params.iter_mut().zip(&mut self.states).zip(&gradients)
         {
-            for param in layout.params() {
+            for param in layout.params().iter().filter(|_| layout.requires_grad()) {
                 let decays = param.shape.len() >= 2;
                 for e in param.range() {
                     update(
@@ -261,11 +289,7 @@ pub fn train(
         let reports = (0..steps)
             .map(|_| compute_step(&mut engine, micro_batches, 0.05).expect("a step"))
             .collect::<Vec<_>>();
-        let ids: Vec<UnitId> = engine.ids().collect();
-        let params = ids
-            .into_iter()
-            .map(|id| engine.with_full_params(id, <[f32]>::to_vec).expect("gathered"))
-            .collect();
+        let params = full_params(&mut engine);
         (params, reports)
     })
     .expect("a world")
