@@ -98,6 +98,17 @@ fn role() {
             say(format!("rank {rank} says: {error}"));
             std::process::exit(3);
         }
+        "mismatch" => {
+            let mut all = vec![0.0; group.size()];
+            let called = if rank == 1 {
+                group.barrier("end of step")
+            } else {
+                group.all_gather("blocks.0", &[1.0], &mut all)
+            };
+            let error = called.and_then(|()| group.barrier("next")).expect_err("rank 1 does something else");
+            say(format!("rank {rank} says: {error}"));
+            std::process::exit(3);
+        }
         "sleep" => {
             say(format!("rank {rank} pid {}", std::process::id()));
             std::thread::sleep(Duration::from_secs(60));
@@ -239,6 +250,23 @@ fn a_rank_that_exits_badly_ends_the_world_with_its_code() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("rank 1 exited with code 7"), "{text}");
     assert!(text.contains("rank 0 says: rank 1 was lost"), "{text}");
+}
+
+/// Every rank says what both sides did; nobody waits for the deadline.
+#[test]
+fn ranks_that_issue_different_collectives_all_say_so() {
+    let begun = Instant::now();
+    let output = command("3 ranks: mismatch").output().expect("ran");
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert_eq!(output.status.code(), Some(3));
+    let text = String::from_utf8_lossy(&output.stderr);
+    for rank in 0..3 {
+        let line = text.lines().find(|l| l.starts_with(&format!("rank {rank} says: "))).unwrap_or_default();
+        assert!(
+            line.contains("all_gather of `blocks.0`") && line.contains("barrier of `end of step`"),
+            "{text}"
+        );
+    }
 }
 
 #[test]

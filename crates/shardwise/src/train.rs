@@ -254,6 +254,9 @@ impl<'a> Rank<'a> {
         let text = serde_json::to_string_pretty(&summary).map_err(RunError::failed)?;
         write_whole(&output.join("summary.json"), text.as_bytes())?;
         if let Some(sample) = sample {
+            // Control characters could do anything to a terminal.
+            let hostile = |c: char| c.is_control() && c != '\n' && c != '\t';
+            let sample = sample.replace(hostile, "\u{fffd}");
             println!(
                 "\nA sample from the trained model, continuing {PROMPT_TOKENS} tokens of its data:\n\n{sample}\n"
             );
