@@ -196,11 +196,7 @@ impl ProcessGroup {
             &fingerprint,
             n,
             w,
-            |piece, buffer| {
-                for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
-                    part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
-                }
-            },
+            |piece, buffer| pick(source, n, &piece, buffer),
             |piece, started| {
                 let bytes = piece.len() * size_of::<f32>();
                 let own = self.rank() * bytes..(self.rank() + 1) * bytes;
@@ -249,11 +245,7 @@ impl ProcessGroup {
             &fingerprint,
             n,
             w,
-            |piece, buffer| {
-                for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
-                    part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
-                }
-            },
+            |piece, buffer| pick(source, n, &piece, buffer),
             |piece, started| {
                 let bytes = piece.len() * size_of::<f32>();
                 let own = self.rank() * bytes..(self.rank() + 1) * bytes;
@@ -440,6 +432,13 @@ impl ProcessGroup {
                 return Ok(());
             }
         }
+    }
+}
+
+/// Puts the elements `piece` of every `n`-element part of `source` into `buffer`, one part after another.
+fn pick(source: &[f32], n: usize, piece: &std::ops::Range<usize>, buffer: &mut [f32]) {
+    for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
+        part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
     }
 }
 

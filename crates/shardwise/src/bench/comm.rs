@@ -72,38 +72,47 @@ fn measure_size(
     part: usize,
     calls: usize,
 ) -> Result<[(&'static str, f64); 3], RunError> {
-    let whole = part * group.size();
-    let mut shard = group.allocate(part)?;
-    shard.writable()?.fill(1.0);
-    let mut dest = Some(HostBuffer::new(whole)?);
-    let gather = timed(group, calls, || {
-        let (buffer, result) = group
-            .start_all_gather("bench", &shard, dest.take().map_or_else(|| HostBuffer::new(whole), Ok)?)
-            .wait();
-        dest = Some(buffer);
-        result
-    })?;
-    let mut source = Some(group.allocate(whole)?);
-    let mut sum = vec![0.0; part];
-    let full = |source: &mut Option<SharedBuffer>| source.take().map_or_else(|| group.allocate(whole), Ok);
-    let reduce = timed(group, calls, || {
-        let mut pending = group.start_reduce_scatter("bench", full(&mut source)?, part);
-        let result = pending.sum_into(&mut sum, false);
-        source = Some(pending.into_source());
-        result
-    })?;
+    let mut buffers = Buffers::new(group, part)?;
+    let gather = timed(group, calls, || buffers.all_gather(group))?;
+    let reduce = timed(group, calls, || buffers.reduce_scatter(group))?;
     // The sum over ranks in every rank: the reduced parts are gathered from where they were summed.
     let all_reduce = timed(group, calls, || {
-        let mut pending = group.start_reduce_scatter("bench", full(&mut source)?, part);
-        pending.sum_into(shard.writable()?, false)?;
-        source = Some(pending.into_source());
-        let (buffer, result) = group
-            .start_all_gather("bench", &shard, dest.take().map_or_else(|| HostBuffer::new(whole), Ok)?)
-            .wait();
-        dest = Some(buffer);
-        result
+        buffers.reduce_scatter(group)?;
+        buffers.all_gather(group)
     })?;
     Ok([("all_gather", gather), ("reduce_scatter", reduce), ("all_reduce", all_reduce)])
+}
+
+/// What the calls work on, used again by each. A buffer is away only while a call has it.
+struct Buffers {
+    shard: SharedBuffer,
+    gathered: Option<HostBuffer>,
+    unreduced: Option<SharedBuffer>,
+}
+
+impl Buffers {
+    fn new(group: &ProcessGroup, part: usize) -> Result<Self, RunError> {
+        let whole = part * group.size();
+        let mut shard = group.allocate(part)?;
+        shard.writable()?.fill(1.0);
+        Ok(Self { shard, gathered: Some(HostBuffer::new(whole)?), unreduced: Some(group.allocate(whole)?) })
+    }
+
+    fn all_gather(&mut self, group: &ProcessGroup) -> shardwise_comm::Result<()> {
+        let Some(dest) = self.gathered.take() else { return Ok(()) };
+        let (dest, result) = group.start_all_gather("bench", &self.shard, dest).wait();
+        self.gathered = Some(dest);
+        result
+    }
+
+    /// Sums into the shard.
+    fn reduce_scatter(&mut self, group: &ProcessGroup) -> shardwise_comm::Result<()> {
+        let Some(source) = self.unreduced.take() else { return Ok(()) };
+        let mut pending = group.start_reduce_scatter("bench", source, self.shard.numel());
+        let result = self.shard.writable().and_then(|shard| pending.sum_into(shard, false));
+        self.unreduced = Some(pending.into_source());
+        result
+    }
 }
 
 fn timed(
