@@ -126,21 +126,26 @@ pub(crate) fn visit(port: u16, rank: usize, ranks: usize, deadline: Duration) ->
     hello[..8].copy_from_slice(HELLO);
     hello[8..16].copy_from_slice(&(rank as u64).to_le_bytes());
     hello[16..].copy_from_slice(&(ranks as u64).to_le_bytes());
-    stream.write_all(&hello).map_err(system("greeting rank 0"))?;
-    if !wait_readable(&stream, deadline.saturating_sub(begun.elapsed()))? {
+    // Rank 0 closes a connection that it has no use for, at any moment: then reading and writing fail.
+    let greeted = stream.write_all(&hello).is_ok();
+    if greeted && !wait_readable(&stream, deadline.saturating_sub(begun.elapsed()))? {
         return Err(CommError::Rendezvous(format!("rank 0 did not answer rank {rank} within {deadline:?}")));
     }
-    let (status, file) = receive(&stream)?;
-    match file {
-        Some(file) if status == ACCEPTED => WorldFile::open(file, ranks),
-        _ => {
-            let mut reason = String::new();
-            stream.set_read_timeout(Some(GREETING)).map_err(system("reading rank 0's answer"))?;
-            // An answer cut short still says something.
-            let _ = stream.read_to_string(&mut reason);
-            Err(CommError::Rendezvous(format!("rank 0 refused rank {rank}: {reason}")))
-        }
+    match receive(&stream) {
+        Ok((ACCEPTED, Some(file))) => WorldFile::open(file, ranks),
+        _ => Err(CommError::Rendezvous(format!("rank 0 refused rank {rank}: {}", refusal(&mut stream)))),
     }
+}
+
+/// Why rank 0 has refused this rank.
+fn refusal(stream: &mut UnixStream) -> String {
+    let mut reason = String::new();
+    // An answer cut short still says something.
+    let _ = stream.set_read_timeout(Some(GREETING)).and_then(|()| stream.read_to_string(&mut reason));
+    if reason.is_empty() {
+        reason = "all ranks have joined already; start each rank once, with a RANK of its own".into();
+    }
+    reason
 }
 
 fn receive(stream: &UnixStream) -> Result<(u8, Option<OwnedFd>)> {
