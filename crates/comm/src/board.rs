@@ -42,12 +42,20 @@ pub(crate) mod rank_state {
 struct Header {
     magic: AtomicU64,
     ranks: AtomicU64,
-    /// 0: no failure; 1: someone is writing it down; 2: readable.
+    /// 0: no failure; otherwise the number + 1 of the [`Note`] that tells the first one.
     failure: AtomicU32,
-    failure_kind: AtomicU32,
-    failure_rank: AtomicU32,
-    failure_len: AtomicU32,
-    failure_text: [AtomicU8; TEXT_BYTES],
+}
+
+/// A failure as one writer tells it. Everyone writes a note of its own and only then points at it, so that there is
+/// never a first failure that cannot be read, not even when its writer dies half-way.
+#[repr(C, align(128))]
+struct Note {
+    /// 0: empty; 1: being written; 2: written, and never changed again.
+    state: AtomicU32,
+    kind: AtomicU32,
+    rank: AtomicU32,
+    len: AtomicU32,
+    text: [AtomicU8; TEXT_BYTES],
 }
 
 /// What a rank shows of itself.
@@ -96,8 +104,15 @@ pub(crate) struct Board {
     ranks: usize,
 }
 
+const CELLS_OFFSET: usize = size_of::<Header>().next_multiple_of(128);
+
+const fn notes_offset(ranks: usize) -> usize {
+    CELLS_OFFSET + ranks * size_of::<RankCell>()
+}
+
+/// Behind one note for each rank and one for the launcher.
 const fn slots_offset(ranks: usize) -> usize {
-    (size_of::<Header>().next_multiple_of(128) + ranks * size_of::<RankCell>()).next_multiple_of(128)
+    notes_offset(ranks) + (ranks + 1) * size_of::<Note>()
 }
 
 impl Board {
@@ -145,9 +160,22 @@ impl Board {
 
     pub(crate) fn cell(&self, rank: usize) -> &RankCell {
         assert!(rank < self.ranks, "rank {rank} of {}", self.ranks);
-        let offset = size_of::<Header>().next_multiple_of(128) + rank * size_of::<RankCell>();
+        let offset = CELLS_OFFSET + rank * size_of::<RankCell>();
         // SAFETY: as in `header`; the offset is a multiple of the cell's alignment and inside `bytes()` as rank < ranks.
         unsafe { &*self.memory.as_ptr().add(offset).cast::<RankCell>() }
+    }
+
+    fn note(&self, writer: usize) -> &Note {
+        assert!(writer <= self.ranks, "writer {writer} of {} ranks and their launcher", self.ranks);
+        let offset = notes_offset(self.ranks) + writer * size_of::<Note>();
+        // SAFETY: as in `header`; the offset is a multiple of the note's alignment and inside `bytes()` as there are
+        // ranks + 1 notes.
+        unsafe { &*self.memory.as_ptr().add(offset).cast::<Note>() }
+    }
+
+    /// The number under which the launcher, which is no rank, writes its note.
+    pub(crate) fn launcher(&self) -> usize {
+        self.ranks
     }
 
     fn slot(&self, channel: usize, rank: usize, seq: u64) -> &Slot {
@@ -168,9 +196,13 @@ impl Board {
         }
     }
 
-    /// Ends the world: writes the failure down and wakes everyone.
-    pub(crate) fn fail(&self, error: &CommError) {
-        self.set_failure(error);
+    /// Ends the world: `writer` (a rank, or [`Board::launcher`]) writes the failure down and wakes everyone. Afterwards
+    /// [`Board::failure`] tells the world's first failure, which need not be this one.
+    pub(crate) fn fail(&self, writer: usize, error: &CommError) {
+        self.write_note(writer, error);
+        let first = &self.header().failure;
+        // Losing means that another has failed before.
+        let _ = first.compare_exchange(0, writer as u32 + 1, Ordering::AcqRel, Ordering::Acquire);
         (0..self.ranks).for_each(|rank| self.ring(rank));
     }
 
@@ -233,10 +265,14 @@ impl Board {
         self.slot(channel, rank, seq).read.fetch_max(seq + 1, Ordering::AcqRel);
     }
 
-    /// Writes down the world's first failure; later ones are dropped.
-    fn set_failure(&self, error: &CommError) {
-        let header = self.header();
-        if header.failure.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+    /// Writes a writer's first failure down; its later ones are dropped.
+    fn write_note(&self, writer: usize, error: &CommError) {
+        let note = self.note(writer);
+        if note.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // Only another thread of this very process can be writing it: it will be done, or all of us are gone.
+            while note.state.load(Ordering::Acquire) != 2 {
+                std::thread::yield_now();
+            }
             return;
         }
         let (kind, rank, text) = encode(error);
@@ -244,26 +280,24 @@ impl Board {
         while !text.is_char_boundary(len) {
             len -= 1;
         }
-        for (cell, byte) in header.failure_text.iter().zip(&text.as_bytes()[..len]) {
+        for (cell, byte) in note.text.iter().zip(&text.as_bytes()[..len]) {
             cell.store(*byte, Ordering::Relaxed);
         }
-        header.failure_kind.store(kind, Ordering::Relaxed);
-        header.failure_rank.store(rank, Ordering::Relaxed);
-        header.failure_len.store(len as u32, Ordering::Relaxed);
-        header.failure.store(2, Ordering::Release);
+        note.kind.store(kind, Ordering::Relaxed);
+        note.rank.store(rank, Ordering::Relaxed);
+        note.len.store(len as u32, Ordering::Relaxed);
+        note.state.store(2, Ordering::Release);
     }
 
     /// The world's first failure.
     pub(crate) fn failure(&self) -> Option<CommError> {
-        let header = self.header();
-        if header.failure.load(Ordering::Acquire) != 2 {
-            return None;
-        }
-        let len = (header.failure_len.load(Ordering::Relaxed) as usize).min(TEXT_BYTES);
-        let text: Vec<u8> = header.failure_text[..len].iter().map(|c| c.load(Ordering::Relaxed)).collect();
+        let first = self.header().failure.load(Ordering::Acquire) as usize;
+        let note = self.note(first.checked_sub(1)?.min(self.ranks));
+        let len = (note.len.load(Ordering::Relaxed) as usize).min(TEXT_BYTES);
+        let text: Vec<u8> = note.text[..len].iter().map(|c| c.load(Ordering::Relaxed)).collect();
         let text = String::from_utf8_lossy(&text).into_owned();
-        let rank = header.failure_rank.load(Ordering::Relaxed) as usize;
-        Some(decode(header.failure_kind.load(Ordering::Relaxed), rank, text))
+        let rank = note.rank.load(Ordering::Relaxed) as usize;
+        Some(decode(note.kind.load(Ordering::Relaxed), rank, text))
     }
 }
 
@@ -288,5 +322,36 @@ fn decode(kind: u32, rank: usize, text: String) -> CommError {
         3 => CommError::Disagreement(text),
         4 => CommError::Peer { rank, message: text },
         _ => CommError::Rendezvous(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whoever has failed can read at once which failure was the first, and all read the same.
+    #[test]
+    fn of_failures_at_once_all_read_the_same_first_one() {
+        const RANKS: usize = 4;
+        for round in 0..2_000 {
+            let memory = Arc::new(Mapping::anonymous(Board::bytes(RANKS)).expect("memory"));
+            let board = Board::over(memory, RANKS).expect("a board");
+            let told: Vec<Option<CommError>> = std::thread::scope(|scope| {
+                let fail = |writer: usize| {
+                    let board = board.clone();
+                    scope.spawn(move || {
+                        let message = format!("round {round}, {writer}").repeat(20);
+                        board.fail(writer, &CommError::Peer { rank: writer, message });
+                        board.failure()
+                    })
+                };
+                let all: Vec<_> = (0..=RANKS).map(fail).collect();
+                all.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            let first = told[0].clone().expect("a failure");
+            let CommError::Peer { rank, message } = &first else { panic!("{first:?}") };
+            assert_eq!(*message, format!("round {round}, {rank}").repeat(20));
+            assert!(told.iter().all(|t| t.as_ref() == Some(&first)), "{told:?}");
+        }
     }
 }

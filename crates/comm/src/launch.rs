@@ -127,7 +127,7 @@ impl Ranks {
                 ) {
                     eprintln!("shardwise launch: rank {rank} {how}; ending the others");
                 }
-                world.board().fail(&CommError::RankLost { rank, how });
+                world.board().fail(world.board().launcher(), &CommError::RankLost { rank, how });
                 ending = Some(Ending::new(exit_code(status), REPORT));
             }
             if self.running.is_empty() {
