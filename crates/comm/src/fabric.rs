@@ -164,15 +164,20 @@ impl Fabric {
         self.board.failure().unwrap_or(error)
     }
 
-    /// Waits for `peer` to start operation `seq` and makes sure that it is the same one.
-    fn meet(&self, channel: &Channel, seq: u64, fingerprint: &Fingerprint, peer: usize) -> Result<Posted> {
+    /// What `peer` has posted as operation `seq`, once it has.
+    fn notice(&self, channel: &Channel, seq: u64, fingerprint: &Fingerprint, peer: usize) -> Result<Posted> {
         let world_peer = channel.members()[peer];
         self.wait(world_peer, &|| format!("{fingerprint}, operation {seq}"), &|| {
             self.board.has_posted(channel.id(), world_peer, seq)
         })?;
-        let posted = self.board.posted(channel.id(), world_peer, seq).ok_or_else(|| {
+        self.board.posted(channel.id(), world_peer, seq).ok_or_else(|| {
             CommError::system(format!("reading rank {world_peer}'s notice"), "it is of another version")
-        })?;
+        })
+    }
+
+    /// Waits for `peer` to start operation `seq` and makes sure that it is the same one.
+    fn meet(&self, channel: &Channel, seq: u64, fingerprint: &Fingerprint, peer: usize) -> Result<Posted> {
+        let posted = self.notice(channel, seq, fingerprint, peer)?;
         if posted.fingerprint != *fingerprint {
             return Err(self.mismatch(channel, seq, fingerprint, peer, &posted.fingerprint));
         }
@@ -247,6 +252,16 @@ impl Transport for Fabric {
         self.meet(channel, seq, fingerprint, peer).map(drop)
     }
 
+    fn peer_agrees(
+        &self,
+        channel: &Channel,
+        seq: u64,
+        fingerprint: &Fingerprint,
+        peer: usize,
+    ) -> Result<bool> {
+        Ok(self.notice(channel, seq, fingerprint, peer)?.fingerprint == *fingerprint)
+    }
+
     fn window(
         &self,
         channel: &Channel,
@@ -254,8 +269,11 @@ impl Transport for Fabric {
         fingerprint: &Fingerprint,
         peer: usize,
         range: Option<Range<usize>>,
-    ) -> Result<Window> {
+    ) -> Result<Option<Window>> {
         let posted = self.meet(channel, seq, fingerprint, peer)?;
+        if posted.region.len == 0 {
+            return Ok(None);
+        }
         let lent = posted.lent.start as usize..posted.lent.end as usize;
         let range = range.map_or(lent.clone(), |r| lent.start + r.start..lent.start + r.end);
         if range.end > lent.end {
@@ -267,7 +285,7 @@ impl Transport for Fabric {
                 ),
             });
         }
-        Window::new(self.store.view(posted.region)?, range)
+        Window::new(self.store.view(posted.region)?, range).map(Some)
     }
 
     fn finish(&self, channel: &Channel, seq: u64) {
@@ -289,7 +307,7 @@ impl Transport for Fabric {
     }
 
     fn fail(&self, error: &CommError) {
-        self.board.fail(error);
+        self.board.fail(self.rank, error);
     }
 
     fn failure(&self) -> Option<CommError> {

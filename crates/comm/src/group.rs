@@ -7,7 +7,7 @@ use crate::board::CHANNELS;
 use crate::buffer::SharedBuffer;
 use crate::error::CommError;
 use crate::fingerprint::{Fingerprint, OpKind, Wire};
-use crate::pending::{GatherTarget, PendingGather, PendingReduce, Started};
+use crate::pending::{GatherTarget, Loan, PendingGather, PendingReduce, Started};
 use crate::reduce::sum_windows;
 use crate::transport::{Channel, Transport, Window};
 
@@ -114,27 +114,55 @@ impl ProcessGroup {
         pending
     }
 
+    /// Lends `buffer` to the peers, and theirs (equally long) to this rank, until every rank has finished its loan. It must
+    /// not be written before, which [`SharedBuffer::writable`] sees to.
+    ///
+    /// # Errors
+    /// When the world has failed.
+    pub fn lend(&self, label: &str, buffer: &SharedBuffer) -> Result<Loan> {
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, buffer.numel() * self.size(), Wire::F32);
+        Ok(Loan { started: self.begin(fingerprint, Some((buffer, buffer.numel())))? })
+    }
+
     /// Starts summing the ranks' `source` buffers so that each rank gets the sum of its part: elements
-    /// `[rank * part_numel, (rank + 1) * part_numel)`. The buffer stays lent until every rank has read its part.
+    /// `[rank * part_numel, (rank + 1) * part_numel)`. The buffer stays lent until every rank has read its part. A rank
+    /// without a source contributes zeros.
     ///
     /// # Panics
     /// When `source` is shorter than all parts.
     pub fn start_reduce_scatter(
         &self,
         label: &str,
-        source: SharedBuffer,
+        source: impl Into<Option<SharedBuffer>>,
         part_numel: usize,
     ) -> PendingReduce {
-        let numel = part_numel * self.size();
-        assert!(source.numel() >= numel, "the source holds every part");
-        if self.size() == 1 {
-            return PendingReduce { started: None, source, part_numel, error: None };
+        let (source, numel) = (source.into(), part_numel * self.size());
+        assert!(source.as_ref().is_none_or(|s| s.numel() >= numel), "the source holds every part");
+        let mut pending = PendingReduce { started: None, source, part_numel, error: None };
+        if self.size() > 1 {
+            let fingerprint = Fingerprint::new(OpKind::ReduceScatter, label, numel, Wire::F32);
+            match self.begin(fingerprint, pending.source.as_ref().map(|s| (s, numel))) {
+                Ok(started) => pending.started = Some(started),
+                Err(error) => pending.error = Some(error),
+            }
         }
-        let fingerprint = Fingerprint::new(OpKind::ReduceScatter, label, numel, Wire::F32);
-        match self.begin(fingerprint, Some((&source, numel))) {
-            Ok(started) => PendingReduce { started: Some(started), source, part_numel, error: None },
-            Err(error) => PendingReduce { started: None, source, part_numel, error: Some(error) },
-        }
+        pending
+    }
+
+    /// Brings this group's order of operations together again after its members have started different ones: all go on
+    /// with the same number. The numbers are exchanged `through` another group with the same members.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    pub fn realign(&self, through: &ProcessGroup) -> Result<()> {
+        let upcoming = self.channel.upcoming();
+        let all = through.all_gather_bytes("realign", &upcoming.to_le_bytes())?;
+        let number = |bytes: &Vec<u8>| bytes.as_slice().try_into().map_or(0, u64::from_le_bytes);
+        let next = all.iter().map(number).max().unwrap_or(upcoming);
+        // Peers must not wait for operations that this rank leaves out.
+        (upcoming..next).for_each(|seq| self.transport.finish(&self.channel, seq));
+        self.channel.skip_to(next);
+        Ok(())
     }
 
     /// Waits until every rank has come here.

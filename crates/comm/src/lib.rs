@@ -30,7 +30,7 @@ pub use buffer::{HostBuffer, SharedBuffer};
 pub use error::CommError;
 pub use fingerprint::{Fingerprint, OpKind};
 pub use group::ProcessGroup;
-pub use pending::{GatherTarget, PendingGather, PendingReduce};
+pub use pending::{GatherTarget, Loan, PendingGather, PendingReduce};
 pub use transport::{Channel, Transport, Window};
 
 /// The result of a communication.

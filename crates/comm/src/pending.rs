@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::buffer::{HostBuffer, SharedBuffer};
+use crate::error::CommError;
 use crate::fingerprint::Fingerprint;
 use crate::reduce::sum_windows;
 use crate::transport::{Channel, Transport, Window};
@@ -22,6 +23,21 @@ pub(crate) struct Started {
 impl Started {
     /// What `peer` lends, or a range of its bytes.
     pub(crate) fn window(&self, peer: usize, range: Option<std::ops::Range<usize>>) -> Result<Window> {
+        self.window_if_lent(peer, range)?.ok_or_else(|| {
+            let lender = self.channel.members()[peer];
+            CommError::system(
+                format!("reading what rank {lender} lends in {}", self.fingerprint),
+                "it lends nothing",
+            )
+        })
+    }
+
+    /// What `peer` lends, or a range of its bytes; `None` when it lends nothing.
+    pub(crate) fn window_if_lent(
+        &self,
+        peer: usize,
+        range: Option<std::ops::Range<usize>>,
+    ) -> Result<Option<Window>> {
         self.transport.window(&self.channel, self.seq, &self.fingerprint, peer, range)
     }
 
@@ -91,7 +107,7 @@ pub struct PendingGather<T = HostBuffer> {
     pub(crate) dest: T,
     pub(crate) part_numel: usize,
     /// Why the operation could not be started.
-    pub(crate) error: Option<crate::CommError>,
+    pub(crate) error: Option<CommError>,
 }
 
 impl<T: GatherTarget> PendingGather<T> {
@@ -122,17 +138,75 @@ impl<T: GatherTarget> PendingGather<T> {
     }
 }
 
+/// A buffer that is lent to the peers, and theirs to this rank, until every one of them is done with all of it.
+///
+/// Between lending and finishing, each rank reads what it needs, as often as it needs it and in any order: no peer has to
+/// do anything for it.
+#[derive(Debug)]
+pub struct Loan {
+    pub(crate) started: Started,
+}
+
+impl Loan {
+    /// Copies elements `range` of every rank's buffer into `dest`, one rank after another.
+    ///
+    /// # Errors
+    /// When a peer has lent something else, is lost, or is late with lending.
+    ///
+    /// # Panics
+    /// When `dest` is not as long as the range times the number of ranks.
+    pub fn gather(&self, range: std::ops::Range<usize>, dest: &mut [f32]) -> Result<()> {
+        let n = range.len();
+        assert_eq!(
+            dest.len(),
+            n * self.started.channel.members().len(),
+            "the gathered buffer holds every part"
+        );
+        let bytes = range.start * size_of::<f32>()..range.end * size_of::<f32>();
+        for peer in self.started.peers() {
+            let window = self.started.window(peer, Some(bytes.clone()))?;
+            dest[peer * n..(peer + 1) * n].copy_from_slice(window.f32s());
+        }
+        Ok(())
+    }
+
+    /// Tells the peers that this rank has read all it needs.
+    pub fn finish(mut self) {
+        self.started.finish();
+    }
+}
+
 /// A reduce-scatter that owns the unreduced buffer until every peer has read its part.
 #[derive(Debug)]
 pub struct PendingReduce {
     pub(crate) started: Option<Started>,
-    pub(crate) source: SharedBuffer,
+    /// `None` for a rank that contributes nothing.
+    pub(crate) source: Option<SharedBuffer>,
     pub(crate) part_numel: usize,
-    pub(crate) error: Option<crate::CommError>,
+    pub(crate) error: Option<CommError>,
 }
 
 impl PendingReduce {
-    /// Waits for every peer's buffer and puts the sum of this rank's parts into `dst`, or adds it to what `dst` holds.
+    /// Waits until every peer has come to this place in the order of operations, and says whether all of them do the same
+    /// here.
+    ///
+    /// # Errors
+    /// When a peer is lost or late.
+    pub fn agrees(&self) -> Result<bool> {
+        if let Some(error) = self.error.clone() {
+            return Err(error);
+        }
+        let Some(started) = &self.started else { return Ok(true) };
+        for peer in started.peers() {
+            if !started.transport.peer_agrees(&started.channel, started.seq, &started.fingerprint, peer)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits for every peer's buffer and puts the sum of this rank's parts into `dst`, or adds it to what `dst` holds. A
+    /// rank that contributes nothing counts as zeros.
     ///
     /// # Errors
     /// When a peer is lost, late, or calls something else; `dst` is then unchanged.
@@ -145,15 +219,22 @@ impl PendingReduce {
             return Err(error);
         }
         let Some(started) = &mut self.started else {
-            sum_windows(dst, &[&self.source.as_slice()[..self.part_numel]], add);
+            match &self.source {
+                Some(source) => sum_windows(dst, &[&source.as_slice()[..self.part_numel]], add),
+                None if add => {}
+                None => dst.fill(0.0),
+            }
             return Ok(());
         };
         let bytes = self.part_numel * size_of::<f32>();
         let own = started.channel.index() * bytes..(started.channel.index() + 1) * bytes;
         let windows = (0..started.channel.members().len())
-            .map(|peer| started.window(peer, Some(own.clone())))
-            .collect::<Result<Vec<Window>>>()?;
-        let slices: Vec<&[f32]> = windows.iter().map(Window::f32s).collect();
+            .map(|peer| started.window_if_lent(peer, Some(own.clone())))
+            .collect::<Result<Vec<Option<Window>>>>()?;
+        let missing =
+            if windows.iter().all(Option::is_some) { Vec::new() } else { vec![0.0; self.part_numel] };
+        let slices: Vec<&[f32]> =
+            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::f32s)).collect();
         sum_windows(dst, &slices, add);
         started.finish();
         Ok(())
@@ -161,7 +242,7 @@ impl PendingReduce {
 
     /// Ends the operation and hands the unreduced buffer back. Peers may still read it:
     /// [`SharedBuffer::writable`] waits for them.
-    pub fn into_source(mut self) -> SharedBuffer {
+    pub fn into_source(mut self) -> Option<SharedBuffer> {
         drop(self.started.take());
         self.source
     }

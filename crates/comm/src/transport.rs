@@ -47,6 +47,16 @@ impl Channel {
     pub(crate) fn next_sequence(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
+
+    /// The number that the next operation will have.
+    pub(crate) fn upcoming(&self) -> u64 {
+        self.next.load(Ordering::Relaxed)
+    }
+
+    /// Leaves out the operations before `next`.
+    pub(crate) fn skip_to(&self, next: u64) {
+        self.next.store(next, Ordering::Relaxed);
+    }
 }
 
 /// The bytes that a rank lends in one operation: nothing, or a range (in bytes) of a shared buffer.
@@ -119,8 +129,21 @@ pub trait Transport: Send + Sync + Debug {
     fn wait_started(&self, channel: &Channel, seq: u64, fingerprint: &Fingerprint, peer: usize)
     -> Result<()>;
 
+    /// Waits for group rank `peer` to start operation `seq`, and says whether it is the one described. Unlike
+    /// [`Transport::wait_started`] it leaves the decision what a difference means to the caller.
+    ///
+    /// # Errors
+    /// When the peer is lost or late.
+    fn peer_agrees(
+        &self,
+        channel: &Channel,
+        seq: u64,
+        fingerprint: &Fingerprint,
+        peer: usize,
+    ) -> Result<bool>;
+
     /// What group rank `peer` lends in operation `seq`, cut to `range` of the lent bytes (all of them when `None`);
-    /// waits for the peer to start it.
+    /// `None` when it lends nothing. Waits for the peer to start the operation.
     ///
     /// # Errors
     /// When the peer started something else, is lost, or is late.
@@ -131,7 +154,7 @@ pub trait Transport: Send + Sync + Debug {
         fingerprint: &Fingerprint,
         peer: usize,
         range: Option<Range<usize>>,
-    ) -> Result<Window>;
+    ) -> Result<Option<Window>>;
 
     /// Tells the peers that this rank has finished reading in operation `seq`.
     fn finish(&self, channel: &Channel, seq: u64);

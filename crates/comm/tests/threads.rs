@@ -111,7 +111,7 @@ fn ten_thousand_collectives_with_random_delays() {
                     let mut sum = [0.0; 64];
                     reduce.sum_into(&mut sum, false).expect("reduced");
                     assert!(sum.iter().all(|s| *s == 4.0 * i as f32));
-                    source = Some(reduce.into_source());
+                    source = reduce.into_source();
                 }
                 2 => {
                     let n = shared.below(300) as usize;
@@ -270,4 +270,88 @@ fn wrong_lengths_are_the_callers_error() {
     })
     .expect("a world");
     assert!(threads::world(0, DEADLINE).is_err());
+}
+
+/// A rank without a source contributes zeros; the others need not know which.
+#[test]
+fn a_reduction_to_which_some_contribute_nothing() {
+    threads::run(4, DEADLINE, |group| {
+        for givers in [0b0000u32, 0b0001, 0b1010, 0b0111, 0b1111] {
+            let gives = |rank: usize| givers >> rank & 1 == 1;
+            let source = gives(group.rank()).then(|| {
+                let mut source = group.allocate(4 * 33).expect("memory");
+                source.writable().expect("not lent").copy_from_slice(&values(group.rank(), 4 * 33, 9));
+                source
+            });
+            let parts: Vec<Vec<f32>> =
+                (0..4).map(|r| if gives(r) { values(r, 4 * 33, 9) } else { vec![0.0; 4 * 33] }).collect();
+            let mut pending = group.start_reduce_scatter("some", source, 33);
+            let mut sum = vec![f32::NAN; 33];
+            pending.sum_into(&mut sum, false).expect("reduced");
+            let own = group.rank() * 33;
+            let want: Vec<f32> = (own..own + 33).map(|i| common::plain_sum(&parts, i)).collect();
+            assert_same(&sum, &want, "missing contributions are zeros");
+            assert_eq!(pending.into_source().is_some(), gives(group.rank()));
+        }
+    })
+    .expect("a world");
+}
+
+/// A loan can be read by each rank at its own pace, in any order, while others do something else.
+#[test]
+fn loans_are_read_whenever_a_rank_needs_them() {
+    threads::run(3, DEADLINE, |group| {
+        let mut part = group.allocate(100).expect("memory");
+        for round in 0..50u64 {
+            part.writable().expect("every peer has finished").copy_from_slice(&values(
+                group.rank(),
+                100,
+                round,
+            ));
+            let loan = group.lend("parameters", &part).expect("lent");
+            let mut random = SplitMix64::new(round * 3 + group.rank() as u64);
+            for _ in 0..random.below(5) {
+                let start = random.below(90) as usize;
+                let mut dest = vec![0.0; 3 * 10];
+                loan.gather(start..start + 10, &mut dest).expect("gathered");
+                for peer in 0..3 {
+                    let want = &values(peer, 100, round)[start..start + 10];
+                    assert_same(&dest[peer * 10..(peer + 1) * 10], want, "a peer's range");
+                }
+            }
+            loan.finish();
+        }
+    })
+    .expect("a world");
+}
+
+/// Ranks that have started different operations find out without ending the world, and go on together.
+#[test]
+fn different_orders_can_be_noticed_and_left_behind() {
+    threads::run(3, DEADLINE, |world| {
+        let group = world.split(0, world.rank() as u64).expect("split");
+        for round in 0..40 {
+            let rank = group.rank();
+            let labels: Vec<String> = (0..1 + (rank + round) % 3).map(|i| format!("unit {i}")).collect();
+            let mut agreed = true;
+            let mut pending = Vec::new();
+            for label in labels.iter().chain([&"end".to_string()]) {
+                if agreed {
+                    let source = group.allocate(30).expect("memory");
+                    let reduce = group.start_reduce_scatter(label, source, 10);
+                    agreed = reduce.agrees().expect("alive");
+                    if agreed {
+                        let mut reduce = reduce;
+                        reduce.sum_into(&mut [0.0; 10], false).expect("all did the same");
+                    } else {
+                        pending.push(reduce.into_source());
+                    }
+                }
+            }
+            assert!(!agreed, "the ranks differ in every round");
+            group.realign(&world).expect("realigned");
+            exercise(&group, 7, round as u64);
+        }
+    })
+    .expect("a world");
 }

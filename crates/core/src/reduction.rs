@@ -26,9 +26,9 @@ impl<T> CarryCounter<T> {
         self.levels.first_mut().and_then(Option::take)
     }
 
-    /// Whether [`CarryCounter::take_lowest`] would find one.
-    pub fn has_lowest(&self) -> bool {
-        self.levels.first().is_some_and(Option::is_some)
+    /// What [`CarryCounter::take_lowest`] would take.
+    pub fn lowest(&self) -> Option<&T> {
+        self.levels.first().and_then(Option::as_ref)
     }
 
     /// Puts back a sum that holds `items` (1, or 2 after a successful [`CarryCounter::take_lowest`]) items, merging

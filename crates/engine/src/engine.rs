@@ -5,9 +5,10 @@
 //! library's graph and cannot return errors there: the first failure is kept, what follows computes with zeros, and
 //! `end_step` returns it and applies nothing.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
-use shardwise_comm::{CommError, ProcessGroup};
+use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
 use shardwise_core::{FlatLayout, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
@@ -46,7 +47,17 @@ impl Phase {
 #[derive(Debug)]
 pub struct Engine {
     pub(crate) group: ProcessGroup,
+    /// The same ranks, with an order of operations of its own for reductions: ranks may use different units.
+    pub(crate) reductions: ProcessGroup,
     pub(crate) config: EngineConfig,
+    /// Every flat parameter's owned elements, one after another.
+    pub(crate) params: SharedBuffer,
+    /// While units are gathered: the right to read the peers' parameters.
+    pub(crate) loan: Option<Loan>,
+    /// Flat parameters whose reductions are under way, in the order in which they were started.
+    pub(crate) reducing: VecDeque<Place>,
+    /// Whether ranks have used different units in the current round.
+    pub(crate) diverged: bool,
     pub(crate) units: Units,
     pub(crate) coordinator: Coordinator,
     pub(crate) pools: Pools,
@@ -78,16 +89,34 @@ impl Engine {
         let handle_config =
             HandleConfig { strategy: config.strategy, optimizer: config.optimizer, decay: config.decay };
         let rank = group.rank();
+        let comm = |source| EngineError::Comm { rank, source };
+        let mut numel = 0;
         let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
-            let handle = |layout| FlatParamHandle::new(layout, &group, &handle_config, &mut ledger);
-            let handles: shardwise_comm::Result<Vec<_>> = layouts.into_iter().map(handle).collect();
-            handles.map_err(|source| EngineError::Comm { rank, source })
+            let handle = |layout| {
+                let handle = FlatParamHandle::new(layout, numel, &group, &handle_config, &mut ledger)?;
+                numel = handle.span().end;
+                Ok(handle)
+            };
+            layouts.into_iter().map(handle).collect::<shardwise_comm::Result<Vec<_>>>().map_err(comm)
         };
         let root = handles(root)?;
         let units = units.into_iter().map(handles).collect::<Result<Vec<_>>>()?;
-        Ok(Self {
+        let units = Units::new(root, units);
+        let mut params = group.allocate(numel).map_err(comm)?;
+        if cfg!(debug_assertions) {
+            // Padding must never be read: whoever does gets NaN.
+            params.writable().map_err(comm)?.fill(f32::NAN);
+        }
+        units.handles().for_each(|handle| handle.settle(params.as_ptr()));
+        let reductions = group.split(0, rank as u64).map_err(comm)?;
+        let mut engine = Self {
             config,
-            units: Units::new(root, units),
+            units,
+            params,
+            loan: None,
+            reducing: VecDeque::new(),
+            diverged: false,
+            reductions,
             coordinator,
             pools,
             group,
@@ -99,7 +128,16 @@ impl Engine {
             gathered_bytes: 0,
             gathered_bytes_peak: 0,
             failure: Arc::default(),
-        })
+        };
+        engine.zero_params()?;
+        Ok(engine)
+    }
+
+    fn zero_params(&mut self) -> Result<()> {
+        for Place { unit, part } in self.units.places() {
+            self.owned_params(unit, part)?.fill(0.0);
+        }
+        Ok(())
     }
 
     /// The ranks that share the model.
@@ -162,10 +200,10 @@ impl Engine {
     pub fn owned_params(&mut self, unit: UnitId, part: usize) -> Result<&mut [f32]> {
         self.expect_idle("owned_params")?;
         let rank = self.group.rank();
-        let handle = &mut self.units[Place { unit, part }];
-        let owned = handle.owned().len();
-        let params = handle.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
-        Ok(&mut params[..owned])
+        let handle = &self.units[Place { unit, part }];
+        let (start, owned) = (handle.span().start, handle.owned().len());
+        let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
+        Ok(&mut params[start..start + owned])
     }
 
     /// Lets `read` see each of a unit's flat parameters whole, with its layout. A collective: every rank must call it.
@@ -178,15 +216,17 @@ impl Engine {
         mut read: impl FnMut(&FlatLayout, &[f32]),
     ) -> Result<()> {
         self.expect_idle("with_full_params")?;
+        self.begin_loan()?;
         self.unshard(unit)?;
         for handle in &self.units[unit].parts {
             let whole = match &handle.state {
                 ParamState::Gathered(buffer) => buffer.as_slice(),
-                _ => handle.params.as_slice(),
+                _ => &self.params.as_slice()[handle.span()],
             };
             read(handle.layout(), &whole[..handle.layout().numel()]);
         }
         self.reshard(unit);
+        self.end_loan();
         Ok(())
     }
 
@@ -211,6 +251,7 @@ impl Engine {
 
     /// Starts what the first unit needs along with the root, then waits for the root.
     fn gather_ahead_of_round(&mut self) -> Result<()> {
+        self.begin_loan()?;
         self.start_unshard(UnitId::ROOT)?;
         if let Some(first) = self.coordinator.first() {
             self.prefetch(first)?;
@@ -225,9 +266,9 @@ impl Engine {
     pub fn begin_round(&mut self) -> Result<RoundAssignment> {
         match self.phase {
             Phase::Step { schedule, round } if round < schedule.rounds() => {
-                // A rank that computes writes the root's gradient before its units' backward, one that idles after it.
-                // Only here do all ranks finish the last round's reduction at the same place in their order.
-                self.finish_reduce(UnitId::ROOT)?;
+                if round > 0 {
+                    self.settle_round()?;
+                }
                 self.phase = Phase::Round { schedule, round };
                 Ok(schedule.assignment(round, self.group.rank()))
             }
@@ -387,7 +428,8 @@ impl Engine {
         };
         self.check_failure()?;
         self.reshard(UnitId::ROOT);
-        self.finish_reductions()?;
+        self.settle_round()?;
+        self.end_loan();
         let grad_norm = self.finish_gradients(schedule.micro_batches())?;
         let clip = clip_coefficient(grad_norm, self.config.clip_norm);
         let update = Update { config: self.config.optimizer, lr, count: 0, clip, decay: false };
@@ -425,6 +467,7 @@ impl Engine {
         self.coordinator.end_round();
         self.drop_unused_gathers(None);
         self.reshard(UnitId::ROOT);
+        self.end_loan();
         self.phase = Phase::Idle;
         self.check_failure()
     }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_comm::{CommError, HostBuffer, PendingGather, PendingReduce, ProcessGroup, SharedBuffer};
+use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, SharedBuffer};
 use shardwise_core::{FlatLayout, Purpose, ShardMetadata, ShardingStrategy};
 
 use crate::ledger::Ledger;
@@ -20,8 +20,8 @@ use crate::view::FlatView;
 pub(crate) enum ParamState {
     /// Every rank has only its shard.
     Sharded,
-    /// A gather is under way.
-    InFlight(PendingGather),
+    /// A gather is under way, into this buffer.
+    InFlight(HostBuffer),
     /// Here, in a buffer of the pool.
     Gathered(HostBuffer),
     /// Always here: one rank, or no sharding.
@@ -53,6 +53,8 @@ pub(crate) enum GradientState {
     },
     /// Lent to the peers; this rank has not summed its part yet.
     Reducing(PendingReduce),
+    /// Kept until the end of the round, because ranks have used different units in it.
+    Deferred(SharedBuffer),
 }
 
 /// A run of owned elements that one update rule serves.
@@ -67,15 +69,18 @@ struct Segment {
 pub struct FlatParamHandle {
     layout: FlatLayout,
     group_size: usize,
-    /// The elements of the flat parameter that `params` holds, without padding.
+    /// The elements of the flat parameter that this rank keeps, without padding.
     owned: Range<usize>,
     /// The elements whose gradient this rank sums, without padding: its shard.
     shard: Range<usize>,
-    pub(crate) params: SharedBuffer,
+    /// Where they lie in the engine's parameters, padding included.
+    span: Range<usize>,
     pub(crate) view: Arc<FlatView>,
     pub(crate) state: ParamState,
     pub(crate) gradient: GradientState,
     pub(crate) partials: PartialSums,
+    /// Whether a gradient has been summed in the current round.
+    reduced: bool,
     /// The gradient's shard of the whole step, between the last reduction and the update.
     pub(crate) sum: Option<SharedBuffer>,
     statistics: Vec<HostBuffer>,
@@ -92,9 +97,10 @@ pub(crate) struct HandleConfig {
 }
 
 impl FlatParamHandle {
-    /// Allocates the shard (zeros) and the statistics.
+    /// Allocates the statistics. The parameters lie behind `start` elements of others.
     pub(crate) fn new(
         layout: FlatLayout,
+        start: usize,
         group: &ProcessGroup,
         config: &HandleConfig,
         ledger: &mut Ledger,
@@ -103,12 +109,7 @@ impl FlatParamHandle {
         let whole = group.size() == 1 || !config.strategy.is_sharded();
         let (owned, numel) =
             if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
-        let mut params = group.allocate(numel)?;
         ledger.add(Purpose::Parameters, numel);
-        if cfg!(debug_assertions) {
-            // Padding must never be read: whoever does gets NaN.
-            params.writable()?[owned.len()..].fill(f32::NAN);
-        }
         let states = if layout.requires_grad() { config.optimizer.kind().states() } else { 0 };
         let statistics = (0..states)
             .map(|_| {
@@ -118,22 +119,18 @@ impl FlatParamHandle {
             .collect::<Result<_, _>>()?;
         let segments = segments(&layout, &owned, config.decay);
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
-        let state = if whole {
-            view.set(params.as_ptr());
-            ParamState::Resident
-        } else {
-            ParamState::Sharded
-        };
+        let state = if whole { ParamState::Resident } else { ParamState::Sharded };
         Ok(Self {
             layout,
             group_size: group.size(),
             owned,
             shard,
-            params,
+            span: start..start + numel,
             view,
             state,
             gradient: GradientState::Absent,
             partials: PartialSums::default(),
+            reduced: false,
             sum: None,
             statistics,
             segments,
@@ -154,6 +151,18 @@ impl FlatParamHandle {
     /// The elements of the flat parameter that this rank keeps.
     pub fn owned(&self) -> Range<usize> {
         self.owned.clone()
+    }
+
+    /// Where the owned elements lie in the engine's parameters, padding included.
+    pub(crate) fn span(&self) -> Range<usize> {
+        self.span.clone()
+    }
+
+    /// Lets the parameters be seen for good if all of them are owned.
+    pub(crate) fn settle(&self, params: *const f32) {
+        if matches!(self.state, ParamState::Resident) {
+            self.view.set(params.wrapping_add(self.span.start));
+        }
     }
 
     /// Whether the full parameters are here.
@@ -193,20 +202,21 @@ impl FlatParamHandle {
         matches!(self.state, ParamState::Sharded)
     }
 
-    /// Starts the gather into `dest`.
-    pub(crate) fn start_unshard(&mut self, group: &ProcessGroup, dest: HostBuffer) {
+    /// Starts the gather into `dest`. The parts are copied when they are waited for.
+    pub(crate) fn start_unshard(&mut self, dest: HostBuffer) {
         debug_assert!(self.needs_unshard());
-        self.state = ParamState::InFlight(group.start_all_gather(self.layout.unit(), &self.params, dest));
+        self.state = ParamState::InFlight(dest);
     }
 
-    /// Waits for a gather that is under way. After a failure the buffer holds zeros, so that the computation it was
-    /// meant for can run to its end.
-    pub(crate) fn wait_for_unshard(&mut self) -> Result<(), CommError> {
+    /// Waits for a gather that is under way: copies every rank's part from the `loan`. After a failure the buffer holds
+    /// zeros, so that the computation it was meant for can run to its end.
+    pub(crate) fn wait_for_unshard(&mut self, loan: Option<&Loan>) -> Result<(), CommError> {
         match std::mem::replace(&mut self.state, ParamState::Sharded) {
-            ParamState::InFlight(pending) => {
-                let (mut buffer, result) = pending.wait();
-                if result.is_err() {
-                    buffer.as_mut_slice().fill(0.0);
+            ParamState::InFlight(mut buffer) => {
+                let dest = &mut buffer.as_mut_slice()[..self.layout.padded_numel()];
+                let result = loan.map_or(Ok(()), |loan| loan.gather(self.span.clone(), dest));
+                if result.is_err() || loan.is_none() {
+                    dest.fill(0.0);
                 }
                 self.view.set(buffer.as_ptr());
                 self.state = ParamState::Gathered(buffer);
@@ -230,7 +240,7 @@ impl FlatParamHandle {
                 }
                 Some(buffer)
             }
-            ParamState::InFlight(pending) => Some(pending.cancel()),
+            ParamState::InFlight(buffer) => Some(buffer),
             other => {
                 self.state = other;
                 None
@@ -251,8 +261,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Zeroes what no parameter has written and lends the full gradient to the peers.
-    pub(crate) fn start_reduce(&mut self, group: &ProcessGroup) -> Result<(), CommError> {
+    /// Zeroes what no parameter has written and lends the full gradient to the peers, or keeps it when `defer` says so.
+    pub(crate) fn start_reduce(&mut self, group: &ProcessGroup, defer: bool) -> Result<(), CommError> {
         let GradientState::Writing { mut buffer, written } =
             std::mem::replace(&mut self.gradient, GradientState::Absent)
         else {
@@ -264,22 +274,76 @@ impl FlatParamHandle {
         }
         let padding = if cfg!(debug_assertions) { f32::NAN } else { 0.0 };
         flat[self.layout.numel()..self.layout.padded_numel()].fill(padding);
-        let part = self.layout.shard_numel();
-        self.gradient = GradientState::Reducing(group.start_reduce_scatter(self.layout.unit(), buffer, part));
+        self.gradient = if defer {
+            GradientState::Deferred(buffer)
+        } else {
+            GradientState::Reducing(self.reduction(group, Some(buffer)))
+        };
         Ok(())
     }
 
-    /// Sums this rank's part of a reduction that is under way, and hands the full gradient's buffer back.
-    pub(crate) fn finish_reduce(&mut self) -> Option<(SharedBuffer, Result<(), CommError>)> {
+    /// Starts a reduction to which this rank contributes `source`, or zeros.
+    pub(crate) fn reduction(&self, group: &ProcessGroup, source: Option<SharedBuffer>) -> PendingReduce {
+        group.start_reduce_scatter(self.layout.unit(), source, self.layout.shard_numel())
+    }
+
+    /// Whether the peers reduce the same unit now; true when this rank reduces none.
+    pub(crate) fn peers_agree(&self) -> Result<bool, CommError> {
+        match &self.gradient {
+            GradientState::Reducing(pending) => pending.agrees(),
+            _ => Ok(true),
+        }
+    }
+
+    /// Gives up on a reduction that is under way, and keeps the gradient until the end of the round.
+    pub(crate) fn defer_reduce(&mut self) {
+        self.gradient = match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Reducing(pending) => match pending.into_source() {
+                Some(buffer) => GradientState::Deferred(buffer),
+                None => GradientState::Absent,
+            },
+            other => other,
+        };
+    }
+
+    /// Takes the gradient that was kept until the end of the round.
+    pub(crate) fn take_deferred(&mut self) -> Option<SharedBuffer> {
         match std::mem::replace(&mut self.gradient, GradientState::Absent) {
-            GradientState::Reducing(mut pending) => {
-                let result = self.partials.take_in(&mut pending);
-                Some((pending.into_source(), result))
-            }
+            GradientState::Deferred(buffer) => Some(buffer),
             other => {
                 self.gradient = other;
                 None
             }
+        }
+    }
+
+    /// Sums this rank's part of a reduction, and hands the full gradient's buffer back.
+    pub(crate) fn sum_part(
+        &mut self,
+        mut pending: PendingReduce,
+    ) -> (Option<SharedBuffer>, Result<(), CommError>) {
+        self.reduced = true;
+        let result = self.partials.take_in(&mut pending);
+        (pending.into_source(), result)
+    }
+
+    /// Sums this rank's part of the reduction that is under way, and hands the full gradient's buffer back.
+    pub(crate) fn finish_reduce(&mut self) -> Option<(Option<SharedBuffer>, Result<(), CommError>)> {
+        match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Reducing(pending) => Some(self.sum_part(pending)),
+            other => {
+                self.gradient = other;
+                None
+            }
+        }
+    }
+
+    /// Ends a round: one in which no rank had a gradient here counts as zero.
+    pub(crate) fn end_round(&mut self) -> Result<(), CommError> {
+        if std::mem::take(&mut self.reduced) || !self.is_trainable() {
+            Ok(())
+        } else {
+            self.partials.take_in_zero()
         }
     }
 
@@ -351,11 +415,10 @@ impl FlatParamHandle {
 
     /// Updates the owned parameters from `whole`, the full gradient, or from the gradient's shard; gives the shard's
     /// buffer back to the partial sums.
-    pub(crate) fn update(&mut self, update: Update, whole: Option<&SharedBuffer>) -> Result<(), CommError> {
-        let Some(sum) = self.sum.take() else { return Ok(()) };
+    pub(crate) fn update(&mut self, update: Update, params: &mut [f32], whole: Option<&SharedBuffer>) {
+        let Some(sum) = self.sum.take() else { return };
         self.updates += 1;
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
-        let params = self.params.writable()?;
         for segment in &self.segments {
             let range = segment.range.clone();
             let mut statistics: Vec<&mut [f32]> =
@@ -363,14 +426,13 @@ impl FlatParamHandle {
             let update = Update { count: self.updates, decay: segment.decay, ..update };
             update.apply(&mut params[range.clone()], &gradient[range], &mut statistics);
         }
-        self.partials.give(sum);
-        Ok(())
+        self.partials.give_back(sum);
     }
 
     /// Drops the step's gradient.
     pub(crate) fn discard_gradient(&mut self) {
         if let Some(sum) = self.sum.take() {
-            self.partials.give(sum);
+            self.partials.give_back(sum);
         }
     }
 

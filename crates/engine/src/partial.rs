@@ -4,17 +4,19 @@ use shardwise_comm::reduce::add_into;
 use shardwise_comm::{CommError, PendingReduce, SharedBuffer};
 use shardwise_core::CarryCounter;
 
-/// The partial sums of one unit and the free buffers for more.
+/// The partial sums of one flat parameter and the free buffers for more. A sum without a buffer is zero: that of rounds in
+/// which no rank used the unit.
 #[derive(Debug, Default)]
 pub(crate) struct PartialSums {
-    counter: CarryCounter<SharedBuffer>,
+    counter: CarryCounter<Option<SharedBuffer>>,
+    in_use: usize,
     free: Vec<SharedBuffer>,
 }
 
 impl PartialSums {
     /// How many buffers there are, in use or free.
     pub(crate) fn buffers(&self) -> usize {
-        self.free.len() + self.counter.partials()
+        self.free.len() + self.in_use
     }
 
     /// Adds a free buffer.
@@ -22,47 +24,76 @@ impl PartialSums {
         self.free.push(buffer);
     }
 
-    /// Whether the next sum needs a buffer that is not there.
-    pub(crate) fn needs_buffer(&self) -> bool {
-        self.free.is_empty() && !self.counter.has_lowest()
+    /// Takes a buffer back that [`PartialSums::finish`] has handed out.
+    pub(crate) fn give_back(&mut self, buffer: SharedBuffer) {
+        self.in_use -= 1;
+        self.free.push(buffer);
     }
 
-    /// Takes in the sum over ranks of one micro-batch each.
+    /// Whether the next sum needs a buffer that is not there.
+    pub(crate) fn needs_buffer(&self) -> bool {
+        self.free.is_empty() && self.counter.lowest().is_none_or(Option::is_none)
+    }
+
+    /// Takes in the sum over ranks of one micro-batch each. There is a buffer for it ([`PartialSums::needs_buffer`]).
     pub(crate) fn take_in(&mut self, reduce: &mut PendingReduce) -> Result<(), CommError> {
-        let (mut buffer, items) = match (self.counter.take_lowest(), self.free.pop()) {
-            (Some(older), free) => {
-                self.free.extend(free);
-                (older, 2)
+        let older = self.counter.take_lowest();
+        let items = 1 + usize::from(older.is_some());
+        let (buffer, add) = match older.flatten() {
+            Some(older) => (Some(older), true),
+            None => {
+                let free = self.free.pop();
+                self.in_use += usize::from(free.is_some());
+                (free, false)
             }
-            (None, Some(free)) => (free, 1),
-            (None, None) => unreachable!("a buffer is reserved before every sum"),
         };
-        reduce.sum_into(buffer.writable()?, items == 2)?;
+        let Some(mut buffer) = buffer else { unreachable!("a buffer is reserved before every sum") };
+        let summed = buffer.writable().and_then(|sum| reduce.sum_into(sum, add));
         let mut result = Ok(());
-        let free = &mut self.free;
-        self.counter.push(buffer, items, |older, newer| merge(older, newer, free, &mut result));
+        self.push(Some(buffer), items, &mut result);
+        summed.and(result)
+    }
+
+    /// Takes in a round in which no rank used the unit.
+    pub(crate) fn take_in_zero(&mut self) -> Result<(), CommError> {
+        let mut result = Ok(());
+        match self.counter.take_lowest() {
+            Some(older) => self.push(older, 2, &mut result),
+            None => self.push(None, 1, &mut result),
+        }
         result
     }
 
-    /// The sum over the step's micro-batches; the counter starts afresh.
+    fn push(&mut self, item: Option<SharedBuffer>, items: usize, result: &mut Result<(), CommError>) {
+        let (free, in_use) = (&mut self.free, &mut self.in_use);
+        self.counter.push(item, items, |older, newer| merge(older, newer, (free, in_use), result));
+    }
+
+    /// The sum over the step's micro-batches, `None` when no rank used the unit; the counter starts afresh.
     pub(crate) fn finish(&mut self) -> Result<Option<SharedBuffer>, CommError> {
         let mut result = Ok(());
-        let free = &mut self.free;
-        let sum = self.counter.finish(|larger, smaller| merge(larger, smaller, free, &mut result));
-        result.map(|()| sum)
+        let (free, in_use) = (&mut self.free, &mut self.in_use);
+        let sum = self.counter.finish(|larger, smaller| merge(larger, smaller, (free, in_use), &mut result));
+        result.map(|()| sum.flatten())
     }
 }
 
 fn merge(
-    mut older: SharedBuffer,
-    newer: SharedBuffer,
-    free: &mut Vec<SharedBuffer>,
+    older: Option<SharedBuffer>,
+    newer: Option<SharedBuffer>,
+    (free, in_use): (&mut Vec<SharedBuffer>, &mut usize),
     result: &mut Result<(), CommError>,
-) -> SharedBuffer {
-    match older.writable() {
+) -> Option<SharedBuffer> {
+    let (mut sum, newer) = match (older, newer) {
+        (Some(older), Some(newer)) => (older, newer),
+        // A zero adds nothing.
+        (one, other) => return one.or(other),
+    };
+    match sum.writable() {
         Ok(sum) => add_into(sum, newer.as_slice()),
         Err(error) => *result = Err(error),
     }
     free.push(newer);
-    older
+    *in_use -= 1;
+    Some(sum)
 }

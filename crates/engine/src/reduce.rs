@@ -1,5 +1,7 @@
 //! Reductions, the norm and the update: the part of the engine that moves gradients.
 
+use shardwise_comm::SharedBuffer;
+
 use crate::Result;
 use crate::config::UnitId;
 use crate::engine::{Engine, Phase};
@@ -19,10 +21,8 @@ impl Engine {
             return Ok(());
         }
         let (numel, params) = (handle.layout().padded_numel(), handle.layout().params().len());
-        if at.unit.is_root() {
-            self.finish_reduce(at.unit)?;
-        } else {
-            self.finish_unit_reductions()?;
+        if !at.unit.is_root() {
+            self.finish_reductions()?;
         }
         let pool = self.pools.gradient(at.unit.is_root());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
@@ -39,38 +39,84 @@ impl Engine {
                 continue;
             }
             self.prepare_gradient(at)?;
-            let started = self.units[at].start_reduce(&self.group);
+            let started = self.units[at].start_reduce(&self.reductions, self.diverged);
             self.comm(started)?;
+            self.reducing.push_back(at);
             self.bytes_sent += self.units[at].part_bytes_to_peers();
             self.note(unit, EventKind::ReduceStarted);
         }
         Ok(())
     }
 
-    /// Sums this rank's part of the reductions of `unit` that are under way.
-    pub(crate) fn finish_reduce(&mut self, unit: UnitId) -> Result<()> {
-        for at in self.parts_of(unit) {
-            let handle = &mut self.units[at];
-            if !matches!(handle.gradient, GradientState::Reducing(_)) {
+    /// Sums this rank's part of every reduction that is under way, in the order in which they were started: with the first
+    /// that not every rank has started, they begin to be kept until the end of the round.
+    fn finish_reductions(&mut self) -> Result<()> {
+        while let Some(at) = self.reducing.pop_front() {
+            if !self.diverged {
+                self.diverged = !self.comm(self.units[at].peers_agree())?;
+            }
+            if self.diverged {
+                self.units[at].defer_reduce();
                 continue;
             }
-            let reserved = handle.reserve_next_partial(&self.group, &mut self.ledger);
-            self.comm(reserved)?;
+            self.reserve_next_partial(at)?;
             let Some((buffer, result)) = self.units[at].finish_reduce() else { continue };
-            self.pools.gradient(unit.is_root()).give(buffer);
-            self.note(unit, EventKind::Reduced);
-            self.comm(result)?;
+            self.take_in(at, buffer, result)?;
         }
         Ok(())
     }
 
-    fn finish_unit_reductions(&mut self) -> Result<()> {
-        self.units.ids_without_root().try_for_each(|unit| self.finish_reduce(unit))
+    fn reserve_next_partial(&mut self, at: Place) -> Result<()> {
+        let reserved = self.units[at].reserve_next_partial(&self.group, &mut self.ledger);
+        self.comm(reserved)
     }
 
-    pub(crate) fn finish_reductions(&mut self) -> Result<()> {
-        self.finish_unit_reductions()?;
-        self.finish_reduce(UnitId::ROOT)
+    /// Puts the full gradient's buffer away after its reduction.
+    fn take_in(
+        &mut self,
+        at: Place,
+        buffer: Option<SharedBuffer>,
+        result: shardwise_comm::Result<()>,
+    ) -> Result<()> {
+        if let Some(buffer) = buffer {
+            self.pools.gradient(at.unit.is_root()).give(buffer);
+        }
+        self.note(at.unit, EventKind::Reduced);
+        self.comm(result)
+    }
+
+    /// Finishes every reduction of the last round, at a place in the program that all ranks reach alike: in the round
+    /// itself a rank that computes writes the root's gradient before its units' backward, and one that idles after it.
+    pub(crate) fn settle_round(&mut self) -> Result<()> {
+        self.finish_reductions()?;
+        if std::mem::take(&mut self.diverged) {
+            self.reduce_deferred()?;
+        }
+        for at in self.units.places() {
+            let ended = self.units[at].end_round();
+            self.comm(ended)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces what ranks have kept because they have used different units: every unit that any rank has used, in the
+    /// order of the model. A rank without a gradient contributes zeros.
+    fn reduce_deferred(&mut self) -> Result<()> {
+        let places = self.units.places();
+        let own = |at: &Place| u8::from(matches!(self.units[*at].gradient, GradientState::Deferred(_)));
+        let own: Vec<u8> = places.iter().map(own).collect();
+        let all = self.comm(self.group.all_gather_bytes("units used", &own))?;
+        for (index, at) in places.into_iter().enumerate() {
+            if all.iter().all(|used| used.get(index) != Some(&1)) {
+                continue;
+            }
+            let source = self.units[at].take_deferred();
+            let pending = self.units[at].reduction(&self.group, source);
+            self.reserve_next_partial(at)?;
+            let (buffer, result) = self.units[at].sum_part(pending);
+            self.take_in(at, buffer, result)?;
+        }
+        self.comm(self.reductions.realign(&self.group))
     }
 
     /// Merges and averages every unit's gradient and returns the norm of the whole.
@@ -111,23 +157,28 @@ impl Engine {
             return Ok(());
         }
         let whole = !self.config.strategy.is_sharded() && self.group.size() > 1;
-        let updated =
-            if whole { self.update_whole(at, update)? } else { self.units[at].update(update, None) };
+        let gradient = if whole { Some(self.gather_gradient(at)?) } else { None };
+        let rank = self.group.rank();
+        let handle = &mut self.units[at];
+        let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
+        handle.update(update, &mut params[handle.span()], gradient.as_ref());
+        if let Some(gradient) = gradient {
+            self.pools.gradient(at.unit.is_root()).give(gradient);
+        }
         self.note(at.unit, EventKind::Updated);
-        self.comm(updated)
+        Ok(())
     }
 
     /// Gathers the summed gradient, for every rank to update all parameters.
-    fn update_whole(&mut self, at: Place, update: Update) -> Result<shardwise_comm::Result<()>> {
+    fn gather_gradient(&mut self, at: Place) -> Result<SharedBuffer> {
         let numel = self.units[at].layout().padded_numel();
         let pool = self.pools.gradient(at.unit.is_root());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let dest = self.comm(taken)?;
         let handle = &mut self.units[at];
         let (gradient, gathered) = handle.gather_gradient(&self.group, dest);
-        let updated = gathered.and_then(|()| handle.update(update, Some(&gradient)));
         self.bytes_sent += handle.part_bytes_to_peers();
-        self.pools.gradient(at.unit.is_root()).give(gradient);
-        Ok(updated)
+        self.comm(gathered)?;
+        Ok(gradient)
     }
 }

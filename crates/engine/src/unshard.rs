@@ -15,6 +15,20 @@ impl Engine {
         (0..self.units[unit].parts.len()).map(move |part| Place { unit, part })
     }
 
+    /// Lets the peers read this rank's parameters, and this rank theirs, until [`Engine::end_loan`].
+    pub(crate) fn begin_loan(&mut self) -> Result<()> {
+        if self.config.strategy.is_sharded() && self.group.size() > 1 {
+            self.loan = Some(self.comm(self.group.lend("parameters", &self.params))?);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn end_loan(&mut self) {
+        if let Some(loan) = self.loan.take() {
+            loan.finish();
+        }
+    }
+
     pub(crate) fn start_unshard(&mut self, unit: UnitId) -> Result<()> {
         self.parts_of(unit).try_for_each(|at| self.start_unshard_part(at))
     }
@@ -26,7 +40,7 @@ impl Engine {
         let numel = self.units[at].layout().padded_numel();
         let dest = self.gather_buffer(at, numel)?;
         let handle = &mut self.units[at];
-        handle.start_unshard(&self.group, dest);
+        handle.start_unshard(dest);
         self.bytes_sent += handle.part_bytes_to_peers();
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
@@ -41,7 +55,7 @@ impl Engine {
         let mut result = Ok(());
         for at in self.parts_of(unit) {
             if matches!(self.units[at].state, ParamState::InFlight(_)) {
-                let arrived = self.units[at].wait_for_unshard();
+                let arrived = self.units[at].wait_for_unshard(self.loan.as_ref());
                 self.note(unit, EventKind::Gathered);
                 result = result.and(self.comm(arrived));
             }

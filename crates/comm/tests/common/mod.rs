@@ -67,7 +67,7 @@ pub fn exercise(group: &ProcessGroup, numel: usize, salt: u64) {
     let doubled: Vec<f32> = before.iter().map(|s| s + s).collect();
     assert_same(&sum, &doubled, &what);
     // The buffer can be written once the peers are done with it.
-    let mut source = reduce.into_source();
+    let mut source = reduce.into_source().expect("contributed");
     source.writable().expect("released").fill(7.0);
     part.writable().expect("released").fill(7.0);
 

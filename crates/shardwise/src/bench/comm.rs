@@ -110,7 +110,7 @@ impl Buffers {
         let Some(source) = self.unreduced.take() else { return Ok(()) };
         let mut pending = group.start_reduce_scatter("bench", source, self.shard.numel());
         let result = self.shard.writable().and_then(|shard| pending.sum_into(shard, false));
-        self.unreduced = Some(pending.into_source());
+        self.unreduced = pending.into_source();
         result
     }
 }
