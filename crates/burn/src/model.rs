@@ -5,8 +5,8 @@ use std::convert::Infallible;
 use burn::module::Module;
 use burn::tensor::Tensor;
 use shardwise_comm::{CommError, ProcessGroup};
-use shardwise_core::{FlatLayout, RoundAssignment, ShardingStrategy};
-use shardwise_engine::{DecayRule, Engine, EngineConfig, Event, Ledger, Norm, OptimizerConfig, StepReport};
+use shardwise_core::{FlatLayout, RoundAssignment};
+use shardwise_engine::{Engine, EngineConfig, Event, Ledger, StepReport};
 
 use crate::assemble::{RootParam, describe, fill, layouts, link_units, places, root_leaves};
 use crate::error::ShardError;
@@ -28,19 +28,7 @@ pub struct ShardConfig {
 impl Default for ShardConfig {
     /// `full_shard`, AdamW with PyTorch's constants, no clipping, prefetch, no recomputation.
     fn default() -> Self {
-        let optimizer = OptimizerConfig::AdamW { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
-        Self {
-            engine: EngineConfig {
-                strategy: ShardingStrategy::FullShard,
-                optimizer,
-                decay: DecayRule::MatricesOnly,
-                clip_norm: None,
-                norm: Norm::L2,
-                prefetch: true,
-            },
-            recompute: false,
-            seed: 0,
-        }
+        Self { engine: EngineConfig::default(), recompute: false, seed: 0 }
     }
 }
 
@@ -51,6 +39,17 @@ pub struct StepOutcome {
     pub loss: f64,
     /// Norm, clipping and bytes.
     pub report: StepReport,
+}
+
+/// Takes the weights of a step's micro-batches ([`ShardedModel::weights`]).
+#[derive(Debug, Clone)]
+pub struct StepWeights(SharedEngine);
+
+impl StepWeights {
+    /// Adds the weight of a micro-batch.
+    pub fn add(&self, weight: f64) {
+        self.0.lock().add_weight(weight);
+    }
 }
 
 /// One rank's part of a model.
@@ -79,7 +78,7 @@ impl<M: Module> ShardedModel<M> {
         source: &dyn ParamSource,
     ) -> Result<Self, ShardError> {
         let found = Found::in_module(&module)?;
-        let (root, units) = layouts(&found, group.size())?;
+        let (root, units) = layouts(&found, config.engine.shard_group_size(group.size())?)?;
         group.check_agreement("models", &describe(root.iter().chain(units.iter().flatten()), &config))?;
         let mut engine = Engine::new(group.clone(), root, units, config.engine)?;
         let places = places(&found, &engine);
@@ -109,6 +108,12 @@ impl<M: Module> ShardedModel<M> {
     /// Switches the event log on (empty) or off.
     pub fn log_events(&mut self, on: bool) {
         self.engine.lock().log_events(on);
+    }
+
+    /// Adds to the weight of this rank's micro-batches of the step, for `Divisor::Weights`: call it in the loss, with the
+    /// number of tokens that the loss sums over.
+    pub fn weights(&self) -> StepWeights {
+        StepWeights(self.engine.clone())
     }
 
     /// Takes the events since the last call.
@@ -168,7 +173,9 @@ impl<M: Module> ShardedModel<M> {
     fn backward(&self, loss: Tensor<1>) -> Result<f32, ShardError> {
         let value = loss.clone().into_data().iter::<f32>().next().unwrap_or(f32::NAN);
         if loss.is_tracked() {
-            let mut gradients = primitive(loss).backward();
+            let scale = self.engine.lock().loss_scale();
+            let scaled = if scale == 1.0 { loss } else { loss.mul_scalar(scale) };
+            let mut gradients = primitive(scaled).backward();
             for param in &self.root {
                 if let Some(gradient) = param.leaf.grad_remove(&mut gradients) {
                     param.sink.take_in(gradient);

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData, activation};
 use shardwise_burn::{ShardConfig, ShardError, Sharded, ShardedModel, ops};
 use shardwise_comm::threads;
 use shardwise_core::{Purpose, ShardingStrategy};
-use shardwise_engine::{DecayRule, EngineConfig, Event, EventKind, OptimizerConfig};
+use shardwise_engine::{EngineConfig, Event, EventKind, OptimizerConfig};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const VOCAB: usize = 23;
@@ -84,10 +84,8 @@ fn config(strategy: ShardingStrategy) -> ShardConfig {
         engine: EngineConfig {
             strategy,
             optimizer: OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
-            decay: DecayRule::default(),
             clip_norm: Some(1.0),
-            norm: shardwise_engine::Norm::L2,
-            prefetch: true,
+            ..EngineConfig::default()
         },
         recompute: false,
         seed: 3,

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use shardwise_core::Precision;
+
 /// The kinds of collective that a transport knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -16,11 +18,14 @@ pub enum OpKind {
     Barrier = 4,
     /// An all-to-all whose parts are summed by the receiver.
     ReduceScatter = 5,
+    /// Every rank sums every rank's whole.
+    AllReduce = 6,
 }
 
 impl OpKind {
     pub(crate) fn from_code(code: u8) -> Option<Self> {
-        [OpKind::AllGather, OpKind::AllToAll, OpKind::Broadcast, OpKind::Barrier, OpKind::ReduceScatter]
+        use OpKind::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
+        [AllGather, AllToAll, Broadcast, Barrier, ReduceScatter, AllReduce]
             .into_iter()
             .find(|kind| *kind as u8 == code)
     }
@@ -33,6 +38,7 @@ impl OpKind {
             OpKind::Broadcast => "broadcast",
             OpKind::Barrier => "barrier",
             OpKind::ReduceScatter => "reduce_scatter",
+            OpKind::AllReduce => "all_reduce",
         }
     }
 }
@@ -45,17 +51,33 @@ pub enum Wire {
     Bytes = 1,
     /// f32 elements.
     F32 = 2,
+    /// bf16 elements.
+    Bf16 = 3,
+    /// f16 elements.
+    F16 = 4,
+}
+
+impl From<Precision> for Wire {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::F32 => Wire::F32,
+            Precision::Bf16 => Wire::Bf16,
+            Precision::F16 => Wire::F16,
+        }
+    }
 }
 
 impl Wire {
     pub(crate) fn from_code(code: u8) -> Option<Self> {
-        [Wire::Bytes, Wire::F32].into_iter().find(|wire| *wire as u8 == code)
+        [Wire::Bytes, Wire::F32, Wire::Bf16, Wire::F16].into_iter().find(|wire| *wire as u8 == code)
     }
 
     fn name(self) -> &'static str {
         match self {
             Wire::Bytes => "bytes",
-            Wire::F32 => "f32",
+            Wire::F32 => Precision::F32.name(),
+            Wire::Bf16 => Precision::Bf16.name(),
+            Wire::F16 => Precision::F16.name(),
         }
     }
 }

@@ -1,6 +1,9 @@
 //! The collectives of a group of ranks.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+
+use shardwise_core::Precision;
 
 use crate::Result;
 use crate::board::CHANNELS;
@@ -13,6 +16,20 @@ use crate::transport::{Channel, Transport, Window};
 
 /// Elements of the buffer through which memory that was not allocated from the transport travels.
 const STAGING_NUMEL: usize = 1 << 20;
+
+/// How gradients are summed.
+#[derive(Debug, Clone)]
+pub struct ReduceScatter<'a> {
+    /// What they are gradients of, for messages.
+    pub label: &'a str,
+    /// Elements of one part.
+    pub part_numel: usize,
+    /// The type in which they travel: the source holds them packed ([`crate::codec::pack`]). Sums are f32.
+    pub precision: Precision,
+    /// The members (this rank among them) that sum their parts of each other's buffers, each the part of its place among
+    /// them. The others take part without reading or being read here.
+    pub summed: Range<usize>,
+}
 
 /// Ranks that communicate with each other, and this rank's seat among them.
 ///
@@ -71,7 +88,7 @@ impl ProcessGroup {
     }
 
     fn begin(&self, fingerprint: Fingerprint, lend: Option<(&SharedBuffer, usize)>) -> Result<Started> {
-        let bytes = lend.map(|(buffer, numel)| (buffer.handle(), 0..numel * size_of::<f32>()));
+        let bytes = lend.map(|(buffer, bytes)| (buffer.handle(), 0..bytes));
         let seq = self.transport.start(&self.channel, &fingerprint, bytes)?;
         if let Some((buffer, _)) = lend {
             buffer.lent(&self.transport, &self.channel, seq);
@@ -107,21 +124,32 @@ impl ProcessGroup {
             return pending;
         }
         let fingerprint = Fingerprint::new(OpKind::AllGather, label, part_numel * self.size(), Wire::F32);
-        match self.begin(fingerprint, Some((part, part_numel))) {
+        match self.begin(fingerprint, Some((part, part_numel * size_of::<f32>()))) {
             Ok(started) => pending.started = Some(started),
             Err(error) => pending.error = Some(error),
         }
         pending
     }
 
-    /// Lends `buffer` to the peers, and theirs (equally long) to this rank, until every rank has finished its loan. It must
-    /// not be written before, which [`SharedBuffer::writable`] sees to.
+    /// Lends the first `numel` elements of `buffer` to the peers, and theirs to this rank, until every rank has finished its
+    /// loan. They lie there packed, in `precision` ([`crate::codec`]), and must not be written before, which
+    /// [`SharedBuffer::writable`] sees to.
     ///
     /// # Errors
     /// When the world has failed.
-    pub fn lend(&self, label: &str, buffer: &SharedBuffer) -> Result<Loan> {
-        let fingerprint = Fingerprint::new(OpKind::AllGather, label, buffer.numel() * self.size(), Wire::F32);
-        Ok(Loan { started: self.begin(fingerprint, Some((buffer, buffer.numel())))? })
+    ///
+    /// # Panics
+    /// When the buffer is shorter.
+    pub fn lend(
+        &self,
+        label: &str,
+        buffer: &SharedBuffer,
+        numel: usize,
+        precision: Precision,
+    ) -> Result<Loan> {
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, numel * self.size(), precision.into());
+        let started = self.begin(fingerprint, Some((buffer, numel * precision.bytes())))?;
+        Ok(Loan { started, precision })
     }
 
     /// Starts summing the ranks' `source` buffers so that each rank gets the sum of its part: elements
@@ -136,17 +164,59 @@ impl ProcessGroup {
         source: impl Into<Option<SharedBuffer>>,
         part_numel: usize,
     ) -> PendingReduce {
-        let (source, numel) = (source.into(), part_numel * self.size());
-        assert!(source.as_ref().is_none_or(|s| s.numel() >= numel), "the source holds every part");
-        let mut pending = PendingReduce { started: None, source, part_numel, error: None };
+        let how = ReduceScatter { label, part_numel, precision: Precision::F32, summed: 0..self.size() };
+        self.start_reduction(&how, source.into())
+    }
+
+    /// As [`ProcessGroup::start_reduce_scatter`], over some of the members and in any precision.
+    ///
+    /// # Panics
+    /// When `source` is shorter than all parts.
+    pub fn start_reduction(&self, how: &ReduceScatter<'_>, source: Option<SharedBuffer>) -> PendingReduce {
+        let numel = how.part_numel * how.summed.len();
+        let bytes = numel * how.precision.bytes();
+        assert!(
+            source.as_ref().is_none_or(|s| s.numel() * size_of::<f32>() >= bytes),
+            "the source holds every part"
+        );
+        let mut pending = PendingReduce {
+            started: None,
+            source,
+            part_numel: how.part_numel,
+            precision: how.precision,
+            summed: how.summed.clone(),
+            part: self.rank().saturating_sub(how.summed.start),
+            error: None,
+        };
         if self.size() > 1 {
-            let fingerprint = Fingerprint::new(OpKind::ReduceScatter, label, numel, Wire::F32);
-            match self.begin(fingerprint, pending.source.as_ref().map(|s| (s, numel))) {
+            let fingerprint = Fingerprint::new(OpKind::ReduceScatter, how.label, numel, how.precision.into());
+            match self.begin(fingerprint, pending.source.as_ref().map(|s| (s, bytes))) {
                 Ok(started) => pending.started = Some(started),
                 Err(error) => pending.error = Some(error),
             }
         }
         pending
+    }
+
+    /// Sums the first `dst.len()` elements of the members' `source` buffers into `dst`, or adds the sum to what `dst`
+    /// holds; every member gets the same bits. The buffer stays lent until every member has read it.
+    ///
+    /// # Errors
+    /// When a peer is lost, late, or calls something else.
+    ///
+    /// # Panics
+    /// When `source` is shorter than `dst`.
+    pub fn sum_lent(&self, label: &str, source: &SharedBuffer, dst: &mut [f32], add: bool) -> Result<()> {
+        let numel = dst.len();
+        assert!(source.numel() >= numel, "the source is as long as the sum");
+        let fingerprint = Fingerprint::new(OpKind::AllReduce, label, numel, Wire::F32);
+        let mut started = self.begin(fingerprint, Some((source, size_of_val(dst))))?;
+        let windows: Vec<Window> =
+            (0..self.size()).map(|peer| started.window(peer, None)).collect::<Result<_>>()?;
+        let slices: Vec<&[f32]> = windows.iter().map(Window::f32s).collect();
+        sum_windows(dst, &slices, add);
+        started.finish();
+        Ok(())
     }
 
     /// Brings this group's order of operations together again after its members have started different ones: all go on
@@ -420,8 +490,8 @@ impl ProcessGroup {
         &self,
         fingerprint: &Fingerprint,
         numel: usize,
-        fill: impl FnMut(std::ops::Range<usize>, &mut [f32]),
-        take: impl FnMut(std::ops::Range<usize>, &Started) -> Result<()>,
+        fill: impl FnMut(Range<usize>, &mut [f32]),
+        take: impl FnMut(Range<usize>, &Started) -> Result<()>,
     ) -> Result<()> {
         self.staged_by(fingerprint, numel, 1, fill, take)
     }
@@ -433,8 +503,8 @@ impl ProcessGroup {
         fingerprint: &Fingerprint,
         numel: usize,
         parts: usize,
-        mut fill: impl FnMut(std::ops::Range<usize>, &mut [f32]),
-        mut take: impl FnMut(std::ops::Range<usize>, &Started) -> Result<()>,
+        mut fill: impl FnMut(Range<usize>, &mut [f32]),
+        mut take: impl FnMut(Range<usize>, &Started) -> Result<()>,
     ) -> Result<()> {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let piece_numel = (STAGING_NUMEL / parts).max(1).min(numel.max(1));
@@ -452,7 +522,7 @@ impl ProcessGroup {
                 }
             };
             fill(piece.clone(), &mut buffer.writable()?[..total]);
-            let mut started = self.begin(fingerprint.clone(), Some((buffer, total)))?;
+            let mut started = self.begin(fingerprint.clone(), Some((buffer, total * size_of::<f32>())))?;
             take(piece.clone(), &started)?;
             started.finish();
             start = piece.end;
@@ -464,7 +534,7 @@ impl ProcessGroup {
 }
 
 /// Puts the elements `piece` of every `n`-element part of `source` into `buffer`, one part after another.
-fn pick(source: &[f32], n: usize, piece: &std::ops::Range<usize>, buffer: &mut [f32]) {
+fn pick(source: &[f32], n: usize, piece: &Range<usize>, buffer: &mut [f32]) {
     for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
         part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
     }

@@ -11,6 +11,7 @@
 
 mod board;
 pub mod buffer;
+pub mod codec;
 pub mod error;
 mod fabric;
 pub mod fingerprint;
@@ -29,7 +30,7 @@ pub mod transport;
 pub use buffer::{HostBuffer, SharedBuffer};
 pub use error::CommError;
 pub use fingerprint::{Fingerprint, OpKind};
-pub use group::ProcessGroup;
+pub use group::{ProcessGroup, ReduceScatter};
 pub use pending::{GatherTarget, Loan, PendingGather, PendingReduce};
 pub use transport::{Channel, Transport, Window};
 

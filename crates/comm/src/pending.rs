@@ -1,13 +1,17 @@
 //! Collectives in flight. Each owns its buffers until it is waited for; dropping one releases the peers and never panics.
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
+
+use shardwise_core::Precision;
 
 use crate::Result;
 use crate::buffer::{HostBuffer, SharedBuffer};
+use crate::codec::take;
 use crate::error::CommError;
 use crate::fingerprint::Fingerprint;
-use crate::reduce::sum_windows;
+use crate::reduce::sum_encoded;
 use crate::transport::{Channel, Transport, Window};
 
 /// One started operation of a group, finished when dropped.
@@ -22,7 +26,7 @@ pub(crate) struct Started {
 
 impl Started {
     /// What `peer` lends, or a range of its bytes.
-    pub(crate) fn window(&self, peer: usize, range: Option<std::ops::Range<usize>>) -> Result<Window> {
+    pub(crate) fn window(&self, peer: usize, range: Option<Range<usize>>) -> Result<Window> {
         self.window_if_lent(peer, range)?.ok_or_else(|| {
             let lender = self.channel.members()[peer];
             CommError::system(
@@ -33,11 +37,7 @@ impl Started {
     }
 
     /// What `peer` lends, or a range of its bytes; `None` when it lends nothing.
-    pub(crate) fn window_if_lent(
-        &self,
-        peer: usize,
-        range: Option<std::ops::Range<usize>>,
-    ) -> Result<Option<Window>> {
+    pub(crate) fn window_if_lent(&self, peer: usize, range: Option<Range<usize>>) -> Result<Option<Window>> {
         self.transport.window(&self.channel, self.seq, &self.fingerprint, peer, range)
     }
 
@@ -145,27 +145,29 @@ impl<T: GatherTarget> PendingGather<T> {
 #[derive(Debug)]
 pub struct Loan {
     pub(crate) started: Started,
+    pub(crate) precision: Precision,
 }
 
 impl Loan {
-    /// Copies elements `range` of every rank's buffer into `dest`, one rank after another.
+    /// Copies elements `range` of every rank's buffer into `dest`, one rank after another, as f32.
     ///
     /// # Errors
     /// When a peer has lent something else, is lost, or is late with lending.
     ///
     /// # Panics
     /// When `dest` is not as long as the range times the number of ranks.
-    pub fn gather(&self, range: std::ops::Range<usize>, dest: &mut [f32]) -> Result<()> {
+    pub fn gather(&self, range: Range<usize>, dest: &mut [f32]) -> Result<()> {
         let n = range.len();
         assert_eq!(
             dest.len(),
             n * self.started.channel.members().len(),
             "the gathered buffer holds every part"
         );
-        let bytes = range.start * size_of::<f32>()..range.end * size_of::<f32>();
+        let width = self.precision.bytes();
+        let bytes = range.start * width..range.end * width;
         for peer in self.started.peers() {
             let window = self.started.window(peer, Some(bytes.clone()))?;
-            dest[peer * n..(peer + 1) * n].copy_from_slice(window.f32s());
+            take(window.bytes(), &mut dest[peer * n..(peer + 1) * n], self.precision);
         }
         Ok(())
     }
@@ -183,6 +185,10 @@ pub struct PendingReduce {
     /// `None` for a rank that contributes nothing.
     pub(crate) source: Option<SharedBuffer>,
     pub(crate) part_numel: usize,
+    pub(crate) precision: Precision,
+    /// The members whose parts are summed, and which part this rank sums.
+    pub(crate) summed: Range<usize>,
+    pub(crate) part: usize,
     pub(crate) error: Option<CommError>,
 }
 
@@ -218,24 +224,28 @@ impl PendingReduce {
         if let Some(error) = self.error.clone() {
             return Err(error);
         }
+        let bytes = self.part_numel * self.precision.bytes();
         let Some(started) = &mut self.started else {
             match &self.source {
-                Some(source) => sum_windows(dst, &[&source.as_slice()[..self.part_numel]], add),
+                Some(source) => {
+                    let own = &bytemuck::cast_slice::<f32, u8>(source.as_slice())[..bytes];
+                    sum_encoded(dst, &[own], self.precision, add);
+                }
                 None if add => {}
                 None => dst.fill(0.0),
             }
             return Ok(());
         };
-        let bytes = self.part_numel * size_of::<f32>();
-        let own = started.channel.index() * bytes..(started.channel.index() + 1) * bytes;
-        let windows = (0..started.channel.members().len())
+        let own = self.part * bytes..(self.part + 1) * bytes;
+        let windows = self
+            .summed
+            .clone()
             .map(|peer| started.window_if_lent(peer, Some(own.clone())))
             .collect::<Result<Vec<Option<Window>>>>()?;
-        let missing =
-            if windows.iter().all(Option::is_some) { Vec::new() } else { vec![0.0; self.part_numel] };
-        let slices: Vec<&[f32]> =
-            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::f32s)).collect();
-        sum_windows(dst, &slices, add);
+        let missing = if windows.iter().all(Option::is_some) { Vec::new() } else { vec![0u8; bytes] };
+        let slices: Vec<&[u8]> =
+            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::bytes)).collect();
+        sum_encoded(dst, &slices, self.precision, add);
         started.finish();
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! The one reduction: windows are added in the order of [`shardwise_core::reduction`], whatever the transport.
 
-use shardwise_core::CarryCounter;
+use std::ops::Range;
 
-/// Elements summed at a time: small enough that the intermediate sums of a block stay in the first cache level.
-const BLOCK: usize = 1024;
+use shardwise_core::{CarryCounter, Precision};
+
+use crate::codec::{BLOCK, take};
 
 /// Sums `windows` (one per rank, in rank order, each as long as `dst`) by the binary counter over ranks and puts the sum
 /// into `dst`, or adds it to what `dst` holds.
@@ -34,16 +35,44 @@ fn map<const N: usize>(dst: &mut [f32], windows: [&[f32]; N], f: impl Fn(f32, [f
     }
 }
 
+/// As [`sum_windows`], for windows of bytes as they travel in `precision`: widened first, added in f32.
+///
+/// # Panics
+/// When a window holds another number of elements than `dst`, or there is none.
+pub fn sum_encoded(dst: &mut [f32], windows: &[&[u8]], precision: Precision, add: bool) {
+    assert!(!windows.is_empty(), "a sum needs at least one window");
+    let width = precision.bytes();
+    assert!(windows.iter().all(|w| w.len() == dst.len() * width), "windows must be as long as their sum");
+    if precision.is_low() {
+        let read = |window: usize, range: Range<usize>, block: &mut [f32]| {
+            take(&windows[window][range.start * width..range.end * width], block, precision);
+        };
+        pulp::Arch::new().dispatch(|| sum_read(dst, windows.len(), read, add));
+    } else {
+        let windows: Vec<&[f32]> = windows.iter().map(|w| bytemuck::cast_slice(w)).collect();
+        sum_windows(dst, &windows, add);
+    }
+}
+
 /// Any number of windows, a block of elements at a time.
 #[inline(always)]
 fn sum_blocks(dst: &mut [f32], windows: &[&[f32]], add: bool) {
+    let read = |window: usize, range: Range<usize>, block: &mut [f32]| {
+        block.copy_from_slice(&windows[window][range]);
+    };
+    sum_read(dst, windows.len(), read, add);
+}
+
+/// Sums `windows` windows of which `read` copies a range into a block.
+#[inline(always)]
+fn sum_read(dst: &mut [f32], windows: usize, read: impl Fn(usize, Range<usize>, &mut [f32]), add: bool) {
     let mut start = 0;
     while start < dst.len() {
         let end = (start + BLOCK).min(dst.len());
         let mut counter: CarryCounter<[f32; BLOCK]> = CarryCounter::default();
-        for window in windows {
+        for window in 0..windows {
             let mut block = [0.0; BLOCK];
-            block[..end - start].copy_from_slice(&window[start..end]);
+            read(window, start..end, &mut block[..end - start]);
             counter.push(block, 1, add_blocks);
         }
         if let Some(sum) = counter.finish(add_blocks) {

@@ -308,7 +308,8 @@ fn loans_are_read_whenever_a_rank_needs_them() {
                 100,
                 round,
             ));
-            let loan = group.lend("parameters", &part).expect("lent");
+            let loan =
+                group.lend("parameters", &part, part.numel(), shardwise_core::Precision::F32).expect("lent");
             let mut random = SplitMix64::new(round * 3 + group.rank() as u64);
             for _ in 0..random.below(5) {
                 let start = random.below(90) as usize;

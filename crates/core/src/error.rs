@@ -1,5 +1,7 @@
 //! What can be wrong with a layout or a plan, in words that name the parameters.
 
+use crate::precision::Precision;
+use crate::strategy::ShardingStrategy;
 use thiserror::Error;
 
 use crate::layout::DType;
@@ -115,5 +117,53 @@ pub enum PlanError {
     Zero {
         /// The setting.
         name: &'static str,
+    },
+    /// f16 gradients overflow and underflow without a loss scale.
+    #[error(
+        "reduce_dtype is f16, whose smallest number is 6e-8, but there is no loss_scale: small gradients would vanish; set \
+         loss_scale = \"dynamic\" (or a number), or use bf16, which needs none"
+    )]
+    UnscaledF16,
+    /// There is no low precision to keep.
+    #[error(
+        "keep_low_precision_grads is set but reduce_dtype is {reduce_dtype}; set reduce_dtype to bf16 or f16, or leave it out"
+    )]
+    NothingLowToKeep {
+        /// The type of the reductions.
+        reduce_dtype: Precision,
+    },
+    /// A hybrid strategy does not say how large its groups are.
+    #[error(
+        "strategy {strategy} shards inside groups of ranks and replicates across them, but shard_group is not set; set it to \
+         a divisor of the {ranks} ranks"
+    )]
+    NoShardGroup {
+        /// The strategy.
+        strategy: ShardingStrategy,
+        /// All ranks.
+        ranks: usize,
+    },
+    /// The ranks do not fall into groups of one size.
+    #[error(
+        "shard_group = {shard_group} does not divide the {ranks} ranks; choose a divisor, such as {suggestion}"
+    )]
+    ShardGroupDoesNotDivide {
+        /// Ranks of one group.
+        shard_group: usize,
+        /// All ranks.
+        ranks: usize,
+        /// The largest divisor that is at most the group's size.
+        suggestion: usize,
+    },
+    /// Groups were asked for with a strategy that has none.
+    #[error(
+        "shard_group = {shard_group} is set but strategy {strategy} has no groups; use hybrid_shard or hybrid_shard_zero2, \
+         or leave shard_group out"
+    )]
+    NotHybrid {
+        /// Ranks of one group.
+        shard_group: usize,
+        /// The strategy.
+        strategy: ShardingStrategy,
     },
 }

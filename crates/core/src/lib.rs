@@ -5,6 +5,7 @@
 //! - [`reduction`]: the one order in which partial sums are added, over ranks and over micro-batches.
 //! - [`schedule`]: which rank computes which micro-batch, and how many collectives a step takes.
 //! - [`plan`]: the memory a rank needs and the bytes it sends, known before anything is allocated.
+//! - [`precision`]: in which type numbers travel.
 //! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
 
 #![forbid(unsafe_code)]
@@ -12,6 +13,7 @@
 pub mod error;
 pub mod layout;
 pub mod plan;
+pub mod precision;
 pub mod reduction;
 pub mod schedule;
 pub mod seed;
@@ -21,6 +23,7 @@ pub mod strategy;
 pub use error::{LayoutError, PlanError};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
 pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose, UnitSize};
+pub use precision::{MixedPrecision, Precision, pre_divisor};
 pub use reduction::{CarryCounter, max_partials};
 pub use schedule::{RoundAssignment, StepSchedule};
 pub use seed::seed_for;

@@ -15,10 +15,16 @@
 //! | full gradient of one unit | `4 P_u` | `4 P_u` | `4 P_u` | `4 P_u` |
 //!
 //! Frozen parameters count for parameters and gathers only.
+//!
+//! Variations. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
+//! of one round. With a `param_dtype` below f32 a rank holds `2 S` of low-precision parameters where it gathers from
+//! peers, and gathers even where it has all parameters, to round them. A hybrid strategy has the formulas of its groups,
+//! with `W` their size, and one sum of the largest part for the way across.
 
 use std::fmt;
 
 use crate::layout::FlatLayout;
+use crate::precision::MixedPrecision;
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
 use crate::strategy::ShardingStrategy;
@@ -43,11 +49,15 @@ pub enum Purpose {
     RootGradient,
     /// The full gradient of the unit whose backward runs.
     UnitGradient,
+    /// The rank's part of the parameters, rounded to the type in which they are gathered.
+    LowPrecisionParameters,
+    /// A group's sum of one part of a gradient, on its way to the other groups.
+    ReplicaSum,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 7] = [
+    pub const ALL: [Purpose; 9] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::GradientShards,
@@ -55,6 +65,8 @@ impl Purpose {
         Purpose::GatheredUnits,
         Purpose::RootGradient,
         Purpose::UnitGradient,
+        Purpose::LowPrecisionParameters,
+        Purpose::ReplicaSum,
     ];
 
     /// The name used in reports.
@@ -67,6 +79,8 @@ impl Purpose {
             Purpose::GatheredUnits => "gathered units",
             Purpose::RootGradient => "root gradient",
             Purpose::UnitGradient => "unit gradient",
+            Purpose::LowPrecisionParameters => "low-precision parameters",
+            Purpose::ReplicaSum => "sum across replicas",
         }
     }
 }
@@ -137,6 +151,29 @@ pub struct PlanInput {
     pub schedule: StepSchedule,
     /// Whether the next unit is gathered while one computes.
     pub prefetch: bool,
+    /// Ranks that share one copy of the model: all, or those of one group of a hybrid strategy.
+    pub shard_group: usize,
+    /// What is narrower than f32.
+    pub precision: MixedPrecision,
+    /// Whether the rounds' full gradients are added up before one reduction.
+    pub unsharded_accumulation: bool,
+}
+
+impl PlanInput {
+    /// Ranks whose copies of a parameter are replicas of each other.
+    fn replicas(&self) -> u64 {
+        (self.schedule.ranks() / self.shard_group.max(1)) as u64
+    }
+
+    /// Whether parameters are read from peers.
+    fn gathers_from_peers(&self) -> bool {
+        self.strategy.is_sharded() && self.shard_group > 1
+    }
+
+    /// How often a step reduces.
+    fn reductions(&self) -> usize {
+        if self.unsharded_accumulation { 1 } else { self.schedule.rounds() }
+    }
 }
 
 /// The bytes of a rank by purpose, and what it sends.
@@ -150,9 +187,17 @@ impl MemoryPlan {
     /// Computes the plan; equal for every rank.
     pub fn new(input: &PlanInput) -> Self {
         let sizes = Sizes::new(input);
-        let bytes =
-            Purpose::ALL.iter().map(|&purpose| (purpose, F32 * sizes.elements(purpose, input))).collect();
-        Self { bytes, sent_per_step: F32 * sizes.sent_elements(input) }
+        let bytes_of = |purpose: Purpose| {
+            let width = match purpose {
+                Purpose::LowPrecisionParameters => input.precision.param_dtype.bytes() as u64,
+                _ => F32,
+            };
+            (purpose, width * sizes.elements(purpose, input))
+        };
+        Self {
+            bytes: Purpose::ALL.into_iter().map(bytes_of).collect(),
+            sent_per_step: sizes.sent_bytes(input),
+        }
     }
 
     /// The bytes for one purpose.
@@ -192,7 +237,7 @@ struct Sizes {
 
 impl Sizes {
     fn new(input: &PlanInput) -> Self {
-        let w = input.schedule.ranks();
+        let w = input.shard_group;
         let padded = |numel: usize| (numel.div_ceil(w) * w) as u64;
         let of = |part: usize| {
             let units: Vec<u64> = input.units.iter().map(|u| padded(u.parts()[part])).collect();
@@ -214,13 +259,12 @@ impl Sizes {
 
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
         let both = |pair: [u64; 2]| pair[0] + pair[1];
-        let alone = input.schedule.ranks() == 1;
         let kept = if input.strategy.is_sharded() { self.shards } else { self.all };
-        let gathers = input.strategy.is_sharded() && !alone;
+        let gathers = input.gathers_from_peers() || input.precision.param_dtype.is_low();
         match purpose {
             Purpose::Parameters => both(kept),
             Purpose::OptimizerState => kept[0] * input.optimizer.states() as u64,
-            Purpose::GradientShards => self.shards[0] * max_partials(input.schedule.rounds()) as u64,
+            Purpose::GradientShards => self.shards[0] * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
             Purpose::GatheredUnits if !gathers => 0,
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
@@ -228,12 +272,22 @@ impl Sizes {
             }
             Purpose::GatheredUnits => both(self.units),
             Purpose::RootGradient => self.root[0],
+            Purpose::UnitGradient if input.unsharded_accumulation => self.units[0],
             Purpose::UnitGradient => self.largest[0],
+            Purpose::LowPrecisionParameters => {
+                let travels = input.gathers_from_peers() && input.precision.param_dtype.is_low();
+                u64::from(travels) * both(kept)
+            }
+            Purpose::ReplicaSum => {
+                let across = input.replicas() > 1 && input.strategy.is_hybrid();
+                u64::from(across) * self.largest[0].max(self.root[0]) / input.shard_group as u64
+            }
         }
     }
 
-    fn sent_elements(&self, input: &PlanInput) -> u64 {
-        let (w, rounds) = (input.schedule.ranks() as u64, input.schedule.rounds() as u64);
+    fn sent_bytes(&self, input: &PlanInput) -> u64 {
+        let (w, rounds) = (input.shard_group as u64, input.schedule.rounds() as u64);
+        let (params, gradients) = (input.precision.param_dtype, input.precision.reduce_dtype);
         let sharded = input.strategy.is_sharded();
         let gathered = match (sharded, input.strategy.reshards_after_forward()) {
             (false, _) => 0,
@@ -242,9 +296,16 @@ impl Sizes {
                 self.root[0] + self.root[1] + passes * (self.units[0] + self.units[1])
             }
         };
+        let (once, reductions) = (self.root[0] + self.units[0], input.reductions() as u64);
         // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
-        let reduced = (self.root[0] + self.units[0]) * (rounds + u64::from(!sharded));
-        (w - 1) * (gathered + reduced) / w
+        let summed = u64::from(!sharded) * once;
+        let across = if input.strategy.is_hybrid() { input.replicas() - 1 } else { 0 };
+        let part = |elements: u64| elements / w;
+        (w - 1)
+            * (part(gathered) * params.bytes() as u64
+                + part(once * reductions) * gradients.bytes() as u64
+                + part(summed) * F32)
+            + across * part(once * reductions) * F32
     }
 }
 

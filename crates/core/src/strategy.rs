@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::PlanError;
+
 /// How a unit's parameters, gradients and optimizer state are spread over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -15,6 +17,11 @@ pub enum ShardingStrategy {
     ShardGradOp,
     /// Every rank holds all parameters and optimizer state; gradients are all-reduced (DDP).
     NoShard,
+    /// As [`ShardingStrategy::FullShard`] inside groups of ranks; the groups are replicas of each other, whose gradients
+    /// are summed across (FSDP's `HYBRID_SHARD`, MiCS).
+    HybridShard,
+    /// As [`ShardingStrategy::ShardGradOp`] inside groups that are replicas of each other.
+    HybridShardZero2,
 }
 
 impl ShardingStrategy {
@@ -25,7 +32,34 @@ impl ShardingStrategy {
 
     /// Whether a unit's full parameters are freed between its forward and its backward.
     pub fn reshards_after_forward(self) -> bool {
-        self == ShardingStrategy::FullShard
+        matches!(self, ShardingStrategy::FullShard | ShardingStrategy::HybridShard)
+    }
+
+    /// Whether ranks fall into groups that are replicas of each other.
+    pub fn is_hybrid(self) -> bool {
+        matches!(self, ShardingStrategy::HybridShard | ShardingStrategy::HybridShardZero2)
+    }
+
+    /// How many of `ranks` share one copy of the model: all of them, or with a hybrid strategy `shard_group`. Groups are
+    /// of neighbouring ranks.
+    ///
+    /// # Errors
+    /// When a hybrid strategy lacks the size of its groups, another one has it, or it does not divide the ranks.
+    pub fn shard_group_size(self, ranks: usize, shard_group: Option<usize>) -> Result<usize, PlanError> {
+        match (self.is_hybrid(), shard_group) {
+            (false, None) => Ok(ranks),
+            (false, Some(shard_group)) => Err(PlanError::NotHybrid { shard_group, strategy: self }),
+            (true, None) => Err(PlanError::NoShardGroup { strategy: self, ranks }),
+            (true, Some(size)) if size > 0 && ranks.is_multiple_of(size) => Ok(size),
+            (true, Some(shard_group)) => {
+                let suggestion = (1..=shard_group.min(ranks)).rev().find(|d| ranks.is_multiple_of(*d));
+                Err(PlanError::ShardGroupDoesNotDivide {
+                    shard_group,
+                    ranks,
+                    suggestion: suggestion.unwrap_or(1),
+                })
+            }
+        }
     }
 
     /// The name used in configurations and reports.
@@ -34,6 +68,8 @@ impl ShardingStrategy {
             ShardingStrategy::FullShard => "full_shard",
             ShardingStrategy::ShardGradOp => "shard_grad_op",
             ShardingStrategy::NoShard => "no_shard",
+            ShardingStrategy::HybridShard => "hybrid_shard",
+            ShardingStrategy::HybridShardZero2 => "hybrid_shard_zero2",
         }
     }
 }

@@ -46,6 +46,9 @@ fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rou
         optimizer,
         schedule: StepSchedule::of_micro_batches(ranks * rounds, ranks).expect("enough micro-batches"),
         prefetch: true,
+        shard_group: ranks,
+        precision: shardwise_core::MixedPrecision::default(),
+        unsharded_accumulation: false,
     }
 }
 

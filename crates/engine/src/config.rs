@@ -1,9 +1,13 @@
 //! How an engine trains, what it calls its units, and what it reports of a step.
 
-use shardwise_core::ShardingStrategy;
+use serde::{Deserialize, Serialize};
+use shardwise_core::{MixedPrecision, ShardingStrategy};
 
+use crate::Result;
+use crate::error::EngineError;
 use crate::norm::Norm;
 use crate::optimizer::{DecayRule, OptimizerConfig};
+use crate::scale::LossScale;
 
 /// Names a unit of an engine: the root, or one of the module walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,6 +43,18 @@ impl UnitId {
 pub struct EngineConfig {
     /// How state is spread over ranks.
     pub strategy: ShardingStrategy,
+    /// Ranks of one group, for a hybrid strategy: neighbours share one copy of the model, and the groups are replicas.
+    pub shard_group: Option<usize>,
+    /// What travels in less than f32.
+    pub precision: MixedPrecision,
+    /// What the loss is multiplied by before its backward.
+    pub loss_scale: LossScale,
+    /// What the sum of the micro-batches' gradients is divided by.
+    pub divisor: Divisor,
+    /// Where the gradients of several rounds add up.
+    pub accumulation: Accumulation,
+    /// What a gradient that is NaN or infinite leads to.
+    pub non_finite: NonFinite,
     /// The update rule.
     pub optimizer: OptimizerConfig,
     /// Which parameters decay.
@@ -51,17 +67,127 @@ pub struct EngineConfig {
     pub prefetch: bool,
 }
 
+impl Default for EngineConfig {
+    /// `full_shard`, f32, AdamW with PyTorch's constants, no clipping, prefetch.
+    fn default() -> Self {
+        Self {
+            strategy: ShardingStrategy::FullShard,
+            shard_group: None,
+            precision: MixedPrecision::default(),
+            loss_scale: LossScale::None,
+            divisor: Divisor::MicroBatches,
+            accumulation: Accumulation::Sharded,
+            non_finite: NonFinite::Error,
+            optimizer: OptimizerConfig::AdamW { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 },
+            decay: DecayRule::MatricesOnly,
+            clip_norm: None,
+            norm: Norm::L2,
+            prefetch: true,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// How many of `ranks` share one copy of the model.
+    ///
+    /// # Errors
+    /// When strategy and groups do not fit.
+    pub fn shard_group_size(&self, ranks: usize) -> Result<usize> {
+        Ok(self.strategy.shard_group_size(ranks, self.shard_group)?)
+    }
+
+    /// Refuses what cannot work.
+    ///
+    /// # Errors
+    /// Naming the setting, what it is and what it may be.
+    pub fn check(&self) -> Result<()> {
+        self.precision.check(self.loss_scale.is_scaled())?;
+        self.loss_scale.check().map_err(EngineError::Usage)?;
+        match self.divisor {
+            Divisor::Custom(divisor) if !(divisor.is_finite() && divisor != 0.0) => Err(EngineError::Usage(
+                format!("the gradient's divisor is {divisor}; it must be a number other than 0"),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What the sum of all micro-batches' gradients is divided by, once.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Divisor {
+    /// Their number: the gradient of the mean of their losses.
+    #[default]
+    MicroBatches,
+    /// This.
+    Custom(f64),
+    /// The sum over all ranks of what [`crate::Engine::add_weight`] has been given in the step: with losses that are sums
+    /// over tokens, and their numbers as weights, the gradient of the mean over all tokens.
+    Weights,
+}
+
+/// Where the gradients of several rounds add up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Accumulation {
+    /// Each round is reduced, and each rank adds up its shard: little memory, and the same bits for every number of ranks.
+    #[default]
+    Sharded,
+    /// Each rank adds up its full gradients, and the last round reduces them (FSDP's `no_sync`): one reduction a step, one
+    /// full gradient of every unit, and sums that agree with the other way to rounding.
+    Unsharded,
+}
+
+/// What a gradient that is NaN or infinite leads to. A dynamic loss scale takes it for an overflow and skips the step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NonFinite {
+    /// The step fails; nothing is updated.
+    #[default]
+    Error,
+    /// The step is skipped: nothing is updated, and the report says so.
+    Skip,
+    /// Such elements count as zero.
+    Zero,
+}
+
+/// Skipped steps in a row after which a run is taken for broken.
+pub const MAX_SKIPS: u32 = 50;
+
+/// An element of a gradient that is NaN or infinite.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NonFiniteElement {
+    /// The rank that owns it.
+    pub rank: usize,
+    /// Its parameter.
+    pub path: String,
+    /// What it is.
+    pub value: f32,
+}
+
 /// What a step did.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
-    /// The step, counted from 1.
+    /// The step, counted from 1; skipped ones count.
     pub step: u64,
+    /// How many steps have updated the parameters so far, this one included: what a learning rate schedule should follow.
+    pub updates: u64,
     /// The norm of the whole gradient before clipping, equal on all ranks.
     pub grad_norm: f64,
-    /// What the gradient was multiplied by.
+    /// What the gradient was multiplied by: below 1 when it was clipped.
     pub clip_coefficient: f32,
+    /// Why nothing was updated: the first element that was not finite.
+    pub skipped: Option<NonFiniteElement>,
+    /// What the losses of this step were multiplied by.
+    pub loss_scale: f64,
     /// Bytes of parameters and gradients that this rank sent to others.
     pub bytes_sent: u64,
     /// The most bytes of full parameters (root and units) that this rank held at a time.
     pub gathered_bytes_peak: u64,
+}
+
+impl StepReport {
+    /// Whether the gradient was cut down.
+    pub fn is_clipped(&self) -> bool {
+        self.clip_coefficient < 1.0
+    }
 }

@@ -9,10 +9,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, RoundAssignment, StepSchedule, max_partials};
+use shardwise_core::{FlatLayout, Precision, Purpose, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
-use crate::config::{EngineConfig, StepReport, UnitId};
+use crate::config::{Accumulation, EngineConfig, StepReport, UnitId};
 use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
@@ -21,6 +21,8 @@ use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
 use crate::optimizer::Update;
 use crate::pool::Pools;
+use crate::replicas::Replicas;
+use crate::scale::LossScaler;
 use crate::unit::{Place, Units};
 
 /// What the engine is doing.
@@ -47,11 +49,22 @@ impl Phase {
 #[derive(Debug)]
 pub struct Engine {
     pub(crate) group: ProcessGroup,
-    /// The same ranks, with an order of operations of its own for reductions: ranks may use different units.
+    /// The ranks that share one copy of the model: all, or a group of a hybrid layout.
+    pub(crate) shards: ProcessGroup,
+    /// In a hybrid layout, the ranks that keep the same elements.
+    pub(crate) replicas: Option<Replicas>,
+    /// All ranks, with an order of operations of its own for reductions: ranks may use different units.
     pub(crate) reductions: ProcessGroup,
     pub(crate) config: EngineConfig,
     /// Every flat parameter's owned elements, one after another.
     pub(crate) params: SharedBuffer,
+    /// Raised with every change of the parameters, for copies derived from them.
+    pub(crate) version: u64,
+    /// The parameters as they travel, if that is not as they rest, and their version.
+    pub(crate) low: Option<SharedBuffer>,
+    pub(crate) low_version: Option<u64>,
+    /// The type of the gathers under way.
+    pub(crate) gather_precision: Precision,
     /// While units are gathered: the right to read the peers' parameters.
     pub(crate) loan: Option<Loan>,
     /// Flat parameters whose reductions are under way, in the order in which they were started.
@@ -65,6 +78,14 @@ pub struct Engine {
     pub(crate) events: EventLog,
     pub(crate) phase: Phase,
     pub(crate) step: u64,
+    /// Steps that have updated the parameters.
+    updates: u64,
+    /// Steps in a row that have not, up to now.
+    pub(crate) skips: u32,
+    pub(crate) scaler: LossScaler,
+    /// The sum of this rank's weights of the step.
+    pub(crate) weight: f64,
+    pub(crate) unsharded_reserved: bool,
     pub(crate) bytes_sent: u64,
     pub(crate) gathered_bytes: u64,
     pub(crate) gathered_bytes_peak: u64,
@@ -73,27 +94,37 @@ pub struct Engine {
 
 impl Engine {
     /// Allocates the shards of the root and of the units, all zero. Each has one flat parameter, or one that is trained and
-    /// one that is frozen ([`FlatLayout::build_groups`]); the root may have none.
+    /// one that is frozen ([`FlatLayout::build_groups`]); the root may have none. They are laid out for as many ranks as
+    /// share one copy of the model ([`EngineConfig::shard_group_size`]).
     ///
     /// # Errors
-    /// When memory cannot be had.
+    /// When the configuration contradicts itself, or memory cannot be had.
     pub fn new(
         group: ProcessGroup,
         root: Vec<FlatLayout>,
         units: Vec<Vec<FlatLayout>>,
         config: EngineConfig,
     ) -> Result<Self> {
+        config.check()?;
         let mut ledger = Ledger::default();
-        let pools = Pools::new(&units, config.strategy.reshards_after_forward());
+        let pools = Pools::new(&units, &config);
         let coordinator = Coordinator::new(units.len());
-        let handle_config =
-            HandleConfig { strategy: config.strategy, optimizer: config.optimizer, decay: config.decay };
         let rank = group.rank();
         let comm = |source| EngineError::Comm { rank, source };
+        let reductions = group.split(0, rank as u64).map_err(comm)?;
+        let (shards, replicas) = shard_groups(&group, &config)?;
+        let handle_config = HandleConfig {
+            strategy: config.strategy,
+            precision: config.precision,
+            optimizer: config.optimizer,
+            decay: config.decay,
+            world: group.size(),
+            first_sharer: rank / shards.size() * shards.size(),
+        };
         let mut numel = 0;
         let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
             let handle = |layout| {
-                let handle = FlatParamHandle::new(layout, numel, &group, &handle_config, &mut ledger)?;
+                let handle = FlatParamHandle::new(layout, numel, &shards, &handle_config, &mut ledger)?;
                 numel = handle.span().end;
                 Ok(handle)
             };
@@ -108,8 +139,17 @@ impl Engine {
             params.writable().map_err(comm)?.fill(f32::NAN);
         }
         units.handles().for_each(|handle| handle.settle(params.as_ptr()));
-        let reductions = group.split(0, rank as u64).map_err(comm)?;
         let mut engine = Self {
+            low: None,
+            low_version: None,
+            version: 0,
+            gather_precision: Precision::F32,
+            replicas: None,
+            scaler: LossScaler::new(config.loss_scale),
+            updates: 0,
+            skips: 0,
+            weight: 0.0,
+            unsharded_reserved: false,
             config,
             units,
             params,
@@ -120,6 +160,7 @@ impl Engine {
             coordinator,
             pools,
             group,
+            shards,
             ledger,
             events: EventLog::default(),
             phase: Phase::Idle,
@@ -129,8 +170,26 @@ impl Engine {
             gathered_bytes_peak: 0,
             failure: Arc::default(),
         };
+        engine.allocate_derived(replicas)?;
         engine.zero_params()?;
         Ok(engine)
+    }
+
+    /// Allocates what some configurations need besides parameters and statistics.
+    fn allocate_derived(&mut self, replicas: Option<ProcessGroup>) -> Result<()> {
+        let precision = self.config.precision.param_dtype;
+        if precision.is_low() && self.config.strategy.is_sharded() && self.shards.size() > 1 {
+            let bytes = self.params.numel() * precision.bytes();
+            self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
+            self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
+        }
+        if let Some(replicas) = replicas {
+            let parts = self.units.handles().filter(|h| h.is_trainable());
+            let largest = parts.map(|h| h.layout().shard_numel()).max().unwrap_or(0);
+            let replicas = Replicas::new(replicas, largest, &mut self.ledger);
+            self.replicas = Some(self.comm(replicas)?);
+        }
+        Ok(())
     }
 
     fn zero_params(&mut self) -> Result<()> {
@@ -200,6 +259,7 @@ impl Engine {
     pub fn owned_params(&mut self, unit: UnitId, part: usize) -> Result<&mut [f32]> {
         self.expect_idle("owned_params")?;
         let rank = self.group.rank();
+        self.version += 1;
         let handle = &self.units[Place { unit, part }];
         let (start, owned) = (handle.span().start, handle.owned().len());
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
@@ -216,7 +276,7 @@ impl Engine {
         mut read: impl FnMut(&FlatLayout, &[f32]),
     ) -> Result<()> {
         self.expect_idle("with_full_params")?;
-        self.begin_loan()?;
+        self.begin_loan(true)?;
         self.unshard(unit)?;
         for handle in &self.units[unit].parts {
             let whole = match &handle.state {
@@ -237,21 +297,37 @@ impl Engine {
     pub fn begin_step(&mut self, micro_batches: usize) -> Result<StepSchedule> {
         self.expect_idle("begin_step")?;
         let schedule = StepSchedule::of_micro_batches(micro_batches, self.group.size())?;
-        let partials = max_partials(schedule.rounds());
+        let reductions = match self.config.accumulation {
+            Accumulation::Sharded => schedule.rounds(),
+            Accumulation::Unsharded => 1,
+        };
+        let partials = max_partials(reductions);
+        self.reserve_unsharded_gradients()?;
         for at in self.units.places() {
             let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
             self.comm(reserved)?;
         }
         self.step += 1;
         (self.bytes_sent, self.gathered_bytes_peak) = (0, 0);
+        self.weight = 0.0;
         self.phase = Phase::Step { schedule, round: 0 };
-        self.gather_ahead_of_round()?;
+        self.gather_ahead_of_round(false)?;
         Ok(schedule)
     }
 
+    /// What the loss of the next backward must be multiplied by ([`EngineConfig::loss_scale`]); 1 without a scale.
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.scale()
+    }
+
+    /// Adds to the weight of this rank's part of the step, for [`crate::Divisor::Weights`].
+    pub fn add_weight(&mut self, weight: f64) {
+        self.weight += weight;
+    }
+
     /// Starts what the first unit needs along with the root, then waits for the root.
-    fn gather_ahead_of_round(&mut self) -> Result<()> {
-        self.begin_loan()?;
+    fn gather_ahead_of_round(&mut self, full: bool) -> Result<()> {
+        self.begin_loan(full)?;
         self.start_unshard(UnitId::ROOT)?;
         if let Some(first) = self.coordinator.first() {
             self.prefetch(first)?;
@@ -266,7 +342,7 @@ impl Engine {
     pub fn begin_round(&mut self) -> Result<RoundAssignment> {
         match self.phase {
             Phase::Step { schedule, round } if round < schedule.rounds() => {
-                if round > 0 {
+                if round > 0 && self.config.accumulation == Accumulation::Sharded {
                     self.settle_round()?;
                 }
                 self.phase = Phase::Round { schedule, round };
@@ -382,6 +458,7 @@ impl Engine {
                 self.reshard(unit);
             }
         }
+        self.start_left_over_reductions()?;
         self.start_reduce(UnitId::ROOT)?;
         self.coordinator.end_round();
         self.drop_unused_gathers(None);
@@ -430,17 +507,26 @@ impl Engine {
         self.reshard(UnitId::ROOT);
         self.settle_round()?;
         self.end_loan();
+        let loss_scale = self.scaler.scale();
         let grad_norm = self.finish_gradients(schedule.micro_batches())?;
+        let (grad_norm, skipped) = self.judge(grad_norm)?;
         let clip = clip_coefficient(grad_norm, self.config.clip_norm);
-        let update = Update { config: self.config.optimizer, lr, count: 0, clip, decay: false };
-        for at in self.units.places() {
-            self.update(at, update)?;
+        if skipped.is_none() {
+            let update = Update { config: self.config.optimizer, lr, count: 0, clip, decay: false };
+            for at in self.units.places() {
+                self.update(at, update)?;
+            }
+            self.version += 1;
+            self.updates += 1;
         }
         self.phase = Phase::Idle;
         Ok(StepReport {
             step: self.step,
+            updates: self.updates,
             grad_norm,
             clip_coefficient: clip,
+            skipped,
+            loss_scale,
             bytes_sent: self.bytes_sent,
             gathered_bytes_peak: self.gathered_bytes_peak,
         })
@@ -453,7 +539,7 @@ impl Engine {
     pub fn begin_evaluation(&mut self) -> Result<()> {
         self.expect_idle("begin_evaluation")?;
         self.phase = Phase::Evaluation;
-        self.gather_ahead_of_round()
+        self.gather_ahead_of_round(!self.config.precision.low_precision_evaluation)
     }
 
     /// Ends an evaluation and frees everything gathered.
@@ -509,4 +595,21 @@ impl Engine {
             let _ = self.failure.set(error);
         }
     }
+}
+
+/// Splits the ranks into groups that share one copy of the model; in a hybrid layout also into those, one of each group,
+/// that keep the same elements.
+fn shard_groups(group: &ProcessGroup, config: &EngineConfig) -> Result<(ProcessGroup, Option<ProcessGroup>)> {
+    let size = config.shard_group_size(group.size())?;
+    if !config.strategy.is_hybrid() {
+        return Ok((group.clone(), None));
+    }
+    let rank = group.rank();
+    let split = |color: usize| {
+        let split = group.split(color as u64, rank as u64);
+        split.map_err(|source| EngineError::Comm { rank, source })
+    };
+    let shards = split(rank / size)?;
+    let replicas = split(rank % size)?;
+    Ok((shards, Some(replicas).filter(|replicas| replicas.size() > 1)))
 }

@@ -59,6 +59,26 @@ pub enum EngineError {
         /// The value.
         value: f32,
     },
+    /// Too many steps in a row had a gradient that is NaN or infinite.
+    #[error(
+        "{skips} steps in a row, up to step {step}, were skipped for a gradient that is not finite (loss scale {scale}): the \
+         first such element is {value} in parameter `{path}` (found on rank {rank}); lower train.lr, set train.clip_norm, or \
+         look at the data"
+    )]
+    TooManySkips {
+        /// The last of them, counted from 1.
+        step: u64,
+        /// How many.
+        skips: u32,
+        /// The loss scale that they have led to.
+        scale: f64,
+        /// The rank that owns the element.
+        rank: usize,
+        /// The parameter.
+        path: String,
+        /// The value.
+        value: f32,
+    },
     /// The caller passed something impossible.
     #[error("{0}")]
     Usage(String),

@@ -6,13 +6,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, Purpose, ShardMetadata, ShardingStrategy};
+use shardwise_comm::codec::{pack, round};
+use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
+use shardwise_core::{FlatLayout, MixedPrecision, Precision, Purpose, ShardMetadata, ShardingStrategy};
 
 use crate::ledger::Ledger;
 use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::{DecayRule, OptimizerConfig, Update};
 use crate::partial::PartialSums;
+use crate::replicas::Replicas;
 use crate::view::FlatView;
 
 /// Where the full parameters are.
@@ -68,7 +70,13 @@ struct Segment {
 #[derive(Debug)]
 pub struct FlatParamHandle {
     layout: FlatLayout,
-    group_size: usize,
+    precision: MixedPrecision,
+    /// Ranks that read this rank's part of a gather.
+    readers: usize,
+    /// The ranks, in the group of reductions, that share one copy of the model with this one.
+    sharers: Range<usize>,
+    /// Ranks, this one included, that keep the same elements in a hybrid layout.
+    replicas: usize,
     /// The elements of the flat parameter that this rank keeps, without padding.
     owned: Range<usize>,
     /// The elements whose gradient this rank sums, without padding: its shard.
@@ -92,12 +100,28 @@ pub struct FlatParamHandle {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HandleConfig {
     pub(crate) strategy: ShardingStrategy,
+    pub(crate) precision: MixedPrecision,
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) decay: DecayRule,
+    /// All ranks.
+    pub(crate) world: usize,
+    /// The first of those that share one copy of the model with this one.
+    pub(crate) first_sharer: usize,
+}
+
+/// Where a gather finds the parameters.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum GatherFrom<'a> {
+    /// Every rank lends its part.
+    Peers(&'a Loan),
+    /// This rank has all of them, to be rounded.
+    Own(&'a [f32], Precision),
+    /// Nobody lends any more, after a failure.
+    Nowhere,
 }
 
 impl FlatParamHandle {
-    /// Allocates the statistics. The parameters lie behind `start` elements of others.
+    /// Allocates the statistics. The parameters lie behind `start` elements of others; `group` shares one copy of them.
     pub(crate) fn new(
         layout: FlatLayout,
         start: usize,
@@ -119,10 +143,17 @@ impl FlatParamHandle {
             .collect::<Result<_, _>>()?;
         let segments = segments(&layout, &owned, config.decay);
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
-        let state = if whole { ParamState::Resident } else { ParamState::Sharded };
+        let state = if whole && !config.precision.param_dtype.is_low() {
+            ParamState::Resident
+        } else {
+            ParamState::Sharded
+        };
         Ok(Self {
             layout,
-            group_size: group.size(),
+            precision: config.precision,
+            readers: if whole { 0 } else { group.size() - 1 },
+            sharers: config.first_sharer..config.first_sharer + group.size(),
+            replicas: if config.strategy.is_hybrid() { config.world / group.size() } else { 1 },
             owned,
             shard,
             span: start..start + numel,
@@ -208,15 +239,32 @@ impl FlatParamHandle {
         self.state = ParamState::InFlight(dest);
     }
 
-    /// Waits for a gather that is under way: copies every rank's part from the `loan`. After a failure the buffer holds
-    /// zeros, so that the computation it was meant for can run to its end.
-    pub(crate) fn wait_for_unshard(&mut self, loan: Option<&Loan>) -> Result<(), CommError> {
+    /// Whether this rank owns every element.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.readers == 0
+    }
+
+    /// Waits for a gather that is under way. After a failure the buffer holds zeros, so that the computation it was meant
+    /// for can run to its end.
+    pub(crate) fn wait_for_unshard(&mut self, from: GatherFrom<'_>) -> Result<(), CommError> {
         match std::mem::replace(&mut self.state, ParamState::Sharded) {
             ParamState::InFlight(mut buffer) => {
-                let dest = &mut buffer.as_mut_slice()[..self.layout.padded_numel()];
-                let result = loan.map_or(Ok(()), |loan| loan.gather(self.span.clone(), dest));
-                if result.is_err() || loan.is_none() {
-                    dest.fill(0.0);
+                let dest = dest_of(&mut buffer, &self.layout);
+                let result = match from {
+                    GatherFrom::Peers(loan) => loan.gather(self.span.clone(), dest),
+                    GatherFrom::Own(params, precision) => {
+                        let dest = &mut dest[..params.len()];
+                        dest.copy_from_slice(params);
+                        round(dest, precision);
+                        Ok(())
+                    }
+                    GatherFrom::Nowhere => {
+                        dest.fill(0.0);
+                        Ok(())
+                    }
+                };
+                if result.is_err() {
+                    dest_of(&mut buffer, &self.layout).fill(0.0);
                 }
                 self.view.set(buffer.as_ptr());
                 self.state = ParamState::Gathered(buffer);
@@ -261,8 +309,14 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Zeroes what no parameter has written and lends the full gradient to the peers, or keeps it when `defer` says so.
-    pub(crate) fn start_reduce(&mut self, group: &ProcessGroup, defer: bool) -> Result<(), CommError> {
+    /// Zeroes what no parameter has written, divides by `pre_divisor` and lends the full gradient to the peers, or keeps it
+    /// when `defer` says so.
+    pub(crate) fn start_reduce(
+        &mut self,
+        group: &ProcessGroup,
+        pre_divisor: f32,
+        defer: bool,
+    ) -> Result<(), CommError> {
         let GradientState::Writing { mut buffer, written } =
             std::mem::replace(&mut self.gradient, GradientState::Absent)
         else {
@@ -274,6 +328,7 @@ impl FlatParamHandle {
         }
         let padding = if cfg!(debug_assertions) { f32::NAN } else { 0.0 };
         flat[self.layout.numel()..self.layout.padded_numel()].fill(padding);
+        pack(flat, self.layout.padded_numel(), pre_divisor, self.precision.reduce_dtype);
         self.gradient = if defer {
             GradientState::Deferred(buffer)
         } else {
@@ -284,7 +339,13 @@ impl FlatParamHandle {
 
     /// Starts a reduction to which this rank contributes `source`, or zeros.
     pub(crate) fn reduction(&self, group: &ProcessGroup, source: Option<SharedBuffer>) -> PendingReduce {
-        group.start_reduce_scatter(self.layout.unit(), source, self.layout.shard_numel())
+        let how = ReduceScatter {
+            label: self.layout.unit(),
+            part_numel: self.layout.shard_numel(),
+            precision: self.precision.reduce_dtype,
+            summed: self.sharers.clone(),
+        };
+        group.start_reduction(&how, source)
     }
 
     /// Whether the peers reduce the same unit now; true when this rank reduces none.
@@ -317,20 +378,28 @@ impl FlatParamHandle {
         }
     }
 
-    /// Sums this rank's part of a reduction, and hands the full gradient's buffer back.
+    /// Sums this rank's part of a reduction, in a hybrid layout then across the `replicas`, and hands the full gradient's
+    /// buffer back.
     pub(crate) fn sum_part(
         &mut self,
         mut pending: PendingReduce,
+        replicas: Option<&mut Replicas>,
     ) -> (Option<SharedBuffer>, Result<(), CommError>) {
         self.reduced = true;
-        let result = self.partials.take_in(&mut pending);
+        let result = match replicas {
+            None => self.partials.take_in(|sum, add| pending.sum_into(sum, add)),
+            Some(replicas) => {
+                let label = self.layout.unit();
+                self.partials.take_in(|sum, add| replicas.sum_across(label, &mut pending, sum, add))
+            }
+        };
         (pending.into_source(), result)
     }
 
-    /// Sums this rank's part of the reduction that is under way, and hands the full gradient's buffer back.
-    pub(crate) fn finish_reduce(&mut self) -> Option<(Option<SharedBuffer>, Result<(), CommError>)> {
+    /// Takes the reduction that is under way.
+    pub(crate) fn take_reduction(&mut self) -> Option<PendingReduce> {
         match std::mem::replace(&mut self.gradient, GradientState::Absent) {
-            GradientState::Reducing(pending) => Some(self.sum_part(pending)),
+            GradientState::Reducing(pending) => Some(pending),
             other => {
                 self.gradient = other;
                 None
@@ -383,10 +452,23 @@ impl FlatParamHandle {
         norm: Norm,
     ) -> Result<Option<PartialNorm>, CommError> {
         let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
-        let numel = self.shard.len();
-        let measured = norm.divide_and_measure(&mut sum.writable()?[..numel], divisor);
+        let own = &mut sum.writable()?[..self.shard.len()];
+        let mut measured = norm.divide_and_measure(own, divisor);
+        if self.precision.keep_low_precision_grads {
+            round(own, self.precision.reduce_dtype);
+            measured = norm.divide_and_measure(own, 1.0);
+        }
         self.sum = Some(sum);
         Ok(Some(measured))
+    }
+
+    /// Lets elements of the summed gradient that are not finite count as zero, and measures it again.
+    pub(crate) fn zero_non_finite(&mut self, norm: Norm) -> Result<Option<PartialNorm>, CommError> {
+        let numel = self.shard.len();
+        let Some(sum) = &mut self.sum else { return Ok(None) };
+        let own = &mut sum.writable()?[..numel];
+        own.iter_mut().filter(|g| !g.is_finite()).for_each(|g| *g = 0.0);
+        Ok(Some(norm.divide_and_measure(own, 1.0)))
     }
 
     /// The first element of this rank's gradient shard that is NaN or infinite, with its parameter's path.
@@ -401,15 +483,18 @@ impl FlatParamHandle {
         Some((path, sum.as_slice()[index]))
     }
 
-    /// Gathers the summed gradient into `dest`, for ranks that update all parameters.
+    /// Gathers the summed gradient into `dest`, for ranks that update all parameters; returns the bytes sent.
     pub(crate) fn gather_gradient(
         &mut self,
         group: &ProcessGroup,
         dest: SharedBuffer,
-    ) -> (SharedBuffer, Result<(), CommError>) {
+    ) -> (SharedBuffer, Result<u64, CommError>) {
         match &self.sum {
-            Some(sum) => group.start_all_gather(self.layout.unit(), sum, dest).wait(),
-            None => (dest, Ok(())),
+            Some(sum) => {
+                let (whole, gathered) = group.start_all_gather(self.layout.unit(), sum, dest).wait();
+                (whole, gathered.map(|()| self.sum_bytes_sent()))
+            }
+            None => (dest, Ok(0)),
         }
     }
 
@@ -436,10 +521,27 @@ impl FlatParamHandle {
         }
     }
 
-    /// Bytes that this rank sends in one gather of `S`-element parts to its peers.
-    pub(crate) fn part_bytes_to_peers(&self) -> u64 {
-        ((self.group_size - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
+    /// Bytes that this rank sends in one gather: its part, to each peer.
+    pub(crate) fn gather_bytes_sent(&self, precision: Precision) -> u64 {
+        (self.readers * self.layout.shard_numel() * precision.bytes()) as u64
     }
+
+    /// Bytes that this rank sends in one reduction: every peer's part, and its sum to the replicas.
+    pub(crate) fn reduce_bytes_sent(&self) -> u64 {
+        let inside = (self.sharers.len() - 1) * self.precision.reduce_dtype.bytes();
+        let across = (self.replicas - 1) * size_of::<f32>();
+        ((inside + across) * self.layout.shard_numel()) as u64
+    }
+
+    /// Bytes that this rank sends when the summed gradient is gathered: its part, to each peer.
+    fn sum_bytes_sent(&self) -> u64 {
+        ((self.sharers.len() - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
+    }
+}
+
+/// The part of a buffer of the pool that a flat parameter needs.
+fn dest_of<'a>(buffer: &'a mut HostBuffer, layout: &FlatLayout) -> &'a mut [f32] {
+    &mut buffer.as_mut_slice()[..layout.padded_numel()]
 }
 
 /// The owned elements in runs that decay or do not.

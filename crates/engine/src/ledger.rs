@@ -14,8 +14,13 @@ pub struct Ledger {
 impl Ledger {
     /// Notes that `numel` f32 elements were allocated for `purpose`.
     pub(crate) fn add(&mut self, purpose: Purpose, numel: usize) {
+        self.add_bytes(purpose, numel * size_of::<f32>());
+    }
+
+    /// Notes that `bytes` were allocated for `purpose`.
+    pub(crate) fn add_bytes(&mut self, purpose: Purpose, bytes: usize) {
         let at = purpose as usize;
-        self.held[at] += (numel * size_of::<f32>()) as u64;
+        self.held[at] += bytes as u64;
         self.peak[at] = self.peak[at].max(self.held[at]);
         self.total_peak = self.total_peak.max(self.total());
         self.allocations += 1;

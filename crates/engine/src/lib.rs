@@ -8,6 +8,7 @@
 //! - [`handle`]: one unit's buffers and their states.
 //! - [`coordinator`]: the order of units, and what is gathered ahead.
 //! - [`optimizer`], [`lr`], [`norm`]: the update.
+//! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
 pub mod config;
@@ -23,11 +24,15 @@ pub mod optimizer;
 mod partial;
 mod pool;
 mod reduce;
+mod replicas;
+pub mod scale;
 mod unit;
 mod unshard;
 pub mod view;
 
-pub use config::{EngineConfig, StepReport, UnitId};
+pub use config::{
+    Accumulation, Divisor, EngineConfig, MAX_SKIPS, NonFinite, NonFiniteElement, StepReport, UnitId,
+};
 pub use engine::Engine;
 pub use error::EngineError;
 pub use events::{Event, EventKind};
@@ -36,6 +41,7 @@ pub use ledger::Ledger;
 pub use lr::LrSchedule;
 pub use norm::Norm;
 pub use optimizer::{DecayRule, OptimizerConfig};
+pub use scale::{DynamicScale, LossScale, LossScaler};
 pub use view::FlatView;
 
 /// The result of an engine call.

@@ -1,7 +1,7 @@
 //! Partial sums of a gradient shard over the micro-batches of a step, merged like the carries of a binary counter.
 
 use shardwise_comm::reduce::add_into;
-use shardwise_comm::{CommError, PendingReduce, SharedBuffer};
+use shardwise_comm::{CommError, SharedBuffer};
 use shardwise_core::CarryCounter;
 
 /// The partial sums of one flat parameter and the free buffers for more. A sum without a buffer is zero: that of rounds in
@@ -35,8 +35,12 @@ impl PartialSums {
         self.free.is_empty() && self.counter.lowest().is_none_or(Option::is_none)
     }
 
-    /// Takes in the sum over ranks of one micro-batch each. There is a buffer for it ([`PartialSums::needs_buffer`]).
-    pub(crate) fn take_in(&mut self, reduce: &mut PendingReduce) -> Result<(), CommError> {
+    /// Takes in the sum over ranks of one micro-batch each, which `sum_into(buffer, add)` puts or adds into a buffer. There
+    /// is one ([`PartialSums::needs_buffer`]).
+    pub(crate) fn take_in(
+        &mut self,
+        sum_into: impl FnOnce(&mut [f32], bool) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
         let older = self.counter.take_lowest();
         let items = 1 + usize::from(older.is_some());
         let (buffer, add) = match older.flatten() {
@@ -48,7 +52,7 @@ impl PartialSums {
             }
         };
         let Some(mut buffer) = buffer else { unreachable!("a buffer is reserved before every sum") };
-        let summed = buffer.writable().and_then(|sum| reduce.sum_into(sum, add));
+        let summed = buffer.writable().and_then(|sum| sum_into(sum, add));
         let mut result = Ok(());
         self.push(Some(buffer), items, &mut result);
         summed.and(result)

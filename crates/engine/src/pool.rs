@@ -3,6 +3,7 @@
 use shardwise_comm::{GatherTarget, HostBuffer, SharedBuffer};
 use shardwise_core::{FlatLayout, Purpose};
 
+use crate::config::{Accumulation, EngineConfig};
 use crate::ledger::Ledger;
 
 /// Free buffers of one kind.
@@ -57,19 +58,21 @@ pub(crate) struct Pools {
 }
 
 impl Pools {
-    /// For units of these layouts; `any_slot` says that each is freed after use, so that any may need any buffer.
-    pub(crate) fn new(units: &[Vec<FlatLayout>], any_slot: bool) -> Self {
+    /// For units of these layouts.
+    pub(crate) fn new(units: &[Vec<FlatLayout>], config: &EngineConfig) -> Self {
         let largest = |trainable: bool| {
             let parts = units.iter().flatten().filter(|l| l.requires_grad() == trainable);
             parts.map(FlatLayout::padded_numel).max().unwrap_or(0)
         };
-        let slot = |trainable| if any_slot { largest(trainable) } else { 0 };
+        // Units that are freed after each use share buffers, any unit any of them.
+        let slot = |trainable| if config.strategy.reshards_after_forward() { largest(trainable) } else { 0 };
+        let gradient = if config.accumulation == Accumulation::Sharded { largest(true) } else { 0 };
         Self {
             root_params: Pool::new(Purpose::GatheredRoot, 0),
             trainable_params: Pool::new(Purpose::GatheredUnits, slot(true)),
             frozen_params: Pool::new(Purpose::GatheredUnits, slot(false)),
             root_gradient: Pool::new(Purpose::RootGradient, 0),
-            unit_gradient: Pool::new(Purpose::UnitGradient, largest(true)),
+            unit_gradient: Pool::new(Purpose::UnitGradient, gradient),
         }
     }
 

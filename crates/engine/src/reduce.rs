@@ -1,9 +1,10 @@
 //! Reductions, the norm and the update: the part of the engine that moves gradients.
 
 use shardwise_comm::SharedBuffer;
+use shardwise_core::{Purpose, pre_divisor};
 
 use crate::Result;
-use crate::config::UnitId;
+use crate::config::{Accumulation, Divisor, MAX_SKIPS, NonFinite, NonFiniteElement, UnitId};
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventKind;
@@ -32,17 +33,21 @@ impl Engine {
         self.comm(released)
     }
 
-    /// Lends the full gradients of `unit` to the peers.
+    /// Lends the full gradients of `unit` to the peers, unless they are to be kept for the step's last round.
     pub(crate) fn start_reduce(&mut self, unit: UnitId) -> Result<()> {
+        if !self.reduces_this_round() {
+            return Ok(());
+        }
+        let pre_divisor = self.pre_divisor();
         for at in self.parts_of(unit) {
             if !self.units[at].is_trainable() {
                 continue;
             }
             self.prepare_gradient(at)?;
-            let started = self.units[at].start_reduce(&self.reductions, self.diverged);
+            let started = self.units[at].start_reduce(&self.reductions, pre_divisor, self.diverged);
             self.comm(started)?;
             self.reducing.push_back(at);
-            self.bytes_sent += self.units[at].part_bytes_to_peers();
+            self.bytes_sent += self.units[at].reduce_bytes_sent();
             self.note(unit, EventKind::ReduceStarted);
         }
         Ok(())
@@ -60,8 +65,10 @@ impl Engine {
                 continue;
             }
             self.reserve_next_partial(at)?;
-            let Some((buffer, result)) = self.units[at].finish_reduce() else { continue };
-            self.take_in(at, buffer, result)?;
+            if let Some(pending) = self.units[at].take_reduction() {
+                let (buffer, result) = self.units[at].sum_part(pending, self.replicas.as_mut());
+                self.take_in(at, buffer, result)?;
+            }
         }
         Ok(())
     }
@@ -113,42 +120,162 @@ impl Engine {
             let source = self.units[at].take_deferred();
             let pending = self.units[at].reduction(&self.group, source);
             self.reserve_next_partial(at)?;
-            let (buffer, result) = self.units[at].sum_part(pending);
+            let (buffer, result) = self.units[at].sum_part(pending, self.replicas.as_mut());
             self.take_in(at, buffer, result)?;
         }
         self.comm(self.reductions.realign(&self.group))
     }
 
+    /// Whether gradients of the current round travel in it.
+    fn reduces_this_round(&self) -> bool {
+        match self.phase {
+            Phase::Round { schedule, round } => {
+                self.config.accumulation == Accumulation::Sharded || round + 1 == schedule.rounds()
+            }
+            _ => true,
+        }
+    }
+
+    /// Starts the reductions of units whose gradients earlier rounds have left and the last one has not used.
+    pub(crate) fn start_left_over_reductions(&mut self) -> Result<()> {
+        if self.config.accumulation == Accumulation::Unsharded && self.reduces_this_round() {
+            for unit in self.units.ids_without_root() {
+                let left = |part: &FlatParamHandle| matches!(part.gradient, GradientState::Writing { .. });
+                if self.units[unit].parts.iter().any(left) {
+                    self.start_reduce(unit)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes sure that every unit can keep a full gradient over the rounds of a step.
+    pub(crate) fn reserve_unsharded_gradients(&mut self) -> Result<()> {
+        if self.config.accumulation == Accumulation::Sharded || self.unsharded_reserved {
+            return Ok(());
+        }
+        for at in self.units.places() {
+            if !at.unit.is_root() && self.units[at].is_trainable() {
+                let buffer = self.group.allocate(self.units[at].layout().padded_numel());
+                let buffer = self.comm(buffer)?;
+                self.ledger.add(Purpose::UnitGradient, buffer.numel());
+                self.pools.gradient(false).give(buffer);
+            }
+        }
+        self.unsharded_reserved = true;
+        Ok(())
+    }
+
+    /// What each rank's gradient is divided by before its reduction.
+    fn pre_divisor(&self) -> f32 {
+        match self.phase {
+            Phase::Round { schedule, .. } | Phase::Step { schedule, .. }
+                if self.config.precision.reduce_dtype.is_low() =>
+            {
+                pre_divisor(schedule.micro_batches()) as f32
+            }
+            _ => 1.0,
+        }
+    }
+
+    /// What the sum of the gradients is divided by: the denominator and the loss scale, less what has been divided before.
+    fn post_divisor(&mut self, micro_batches: usize) -> Result<f32> {
+        let denominator = match self.config.divisor {
+            Divisor::MicroBatches => micro_batches as f64,
+            Divisor::Custom(divisor) => divisor,
+            Divisor::Weights => self.total_weight()?,
+        };
+        Ok((denominator * self.scaler.scale() / f64::from(self.pre_divisor())) as f32)
+    }
+
+    /// The sum of all ranks' weights of this step.
+    fn total_weight(&mut self) -> Result<f64> {
+        let own = std::mem::take(&mut self.weight);
+        let all = self.comm(self.group.all_gather_bytes("weights", &own.to_le_bytes()))?;
+        let weights = all.iter().map(|w| w.as_slice().try_into().map_or(f64::NAN, f64::from_le_bytes));
+        let total: f64 = weights.sum();
+        if total.is_finite() && total > 0.0 {
+            return Ok(total);
+        }
+        Err(EngineError::Usage(format!(
+            "the weights of step {} add up to {total} over all ranks; give every micro-batch its weight, such as its number \
+             of tokens, with add_weight",
+            self.step
+        )))
+    }
+
     /// Merges and averages every unit's gradient and returns the norm of the whole.
     pub(crate) fn finish_gradients(&mut self, micro_batches: usize) -> Result<f64> {
+        let (norm, divisor) = (self.config.norm, self.post_divisor(micro_batches)?);
+        self.norm_of_all(|handle| handle.finish_gradient(divisor, norm))
+    }
+
+    /// The norm over all ranks of what `measure` finds in this rank's parts.
+    fn norm_of_all(
+        &mut self,
+        measure: impl Fn(&mut FlatParamHandle) -> shardwise_comm::Result<Option<PartialNorm>>,
+    ) -> Result<f64> {
         let norm = self.config.norm;
         let mut own = PartialNorm::default();
         for at in self.units.places() {
-            let measured = self.units[at].finish_gradient(micro_batches as f32, norm);
+            let measured = measure(&mut self.units[at]);
             if let Some(part) = self.comm(measured)? {
                 own = norm.join(own, part);
             }
         }
-        let all = self.group.all_gather_bytes("gradient norm", &own.to_bytes());
-        let norm = norm.of_parts(self.comm(all)?.iter().map(|bytes| PartialNorm::from_bytes(bytes)));
-        if norm.is_finite() { Ok(norm) } else { Err(self.non_finite()?) }
+        let all = self.comm(self.shards.all_gather_bytes("gradient norm", &own.to_bytes()))?;
+        Ok(norm.of_parts(all.iter().map(|bytes| PartialNorm::from_bytes(bytes))))
+    }
+
+    /// Decides, alike on all ranks, what becomes of a step whose gradient has this norm: the norm to clip by, or the element
+    /// for which the step is skipped.
+    pub(crate) fn judge(&mut self, norm: f64) -> Result<(f64, Option<NonFiniteElement>)> {
+        self.scaler.learn(norm.is_finite());
+        if norm.is_finite() {
+            self.skips = 0;
+            return Ok((norm, None));
+        }
+        let adapts = self.scaler.adapts();
+        if self.config.non_finite == NonFinite::Zero && !adapts {
+            let kind = self.config.norm;
+            return Ok((self.norm_of_all(|handle| handle.zero_non_finite(kind))?, None));
+        }
+        let element = self.non_finite()?;
+        self.skips += 1;
+        if self.config.non_finite == NonFinite::Skip || adapts {
+            if self.skips < MAX_SKIPS {
+                return Ok((norm, Some(element)));
+            }
+            let NonFiniteElement { rank, path, value } = element;
+            let (step, skips, scale) = (self.step, self.skips, self.scaler.scale());
+            return Err(EngineError::TooManySkips { step, skips, scale, rank, path, value });
+        }
+        let NonFiniteElement { rank, path, value } = element;
+        Err(EngineError::NonFinite { step: self.step, rank, path, value })
     }
 
     /// Finds, with the other ranks, the first element that is not finite, and drops the step's gradient.
-    fn non_finite(&mut self) -> Result<EngineError> {
+    fn non_finite(&mut self) -> Result<NonFiniteElement> {
         let own = self.units.handles().find_map(FlatParamHandle::first_non_finite);
         let message = own.map(|(path, value)| format!("{value}\u{1f}{path}")).unwrap_or_default();
-        let all = self.comm(self.group.all_gather_varied("gradient check", message.as_bytes()))?;
+        let all = self.comm(self.shards.all_gather_varied("gradient check", message.as_bytes()))?;
         self.units.handles_mut().for_each(FlatParamHandle::discard_gradient);
         self.phase = Phase::Idle;
-        let found = all.iter().enumerate().find_map(|(rank, bytes)| {
+        let found = all.iter().zip(self.shards.members()).find_map(|(bytes, rank)| {
             let text = String::from_utf8_lossy(bytes).into_owned();
             let (value, path) = text.split_once('\u{1f}')?;
-            Some((rank, path.to_string(), value.parse().unwrap_or(f32::NAN)))
+            Some(NonFiniteElement {
+                rank: *rank,
+                path: path.to_string(),
+                value: value.parse().unwrap_or(f32::NAN),
+            })
         });
-        let (rank, path, value) =
-            found.unwrap_or((self.group.rank(), "the sum over all of them".into(), f32::INFINITY));
-        Ok(EngineError::NonFinite { step: self.step, rank, path, value })
+        // Finite elements can have a norm that is not.
+        Ok(found.unwrap_or_else(|| NonFiniteElement {
+            rank: self.group.rank(),
+            path: "the sum over all of them".into(),
+            value: f32::INFINITY,
+        }))
     }
 
     /// Updates one flat parameter that has a gradient.
@@ -156,7 +283,7 @@ impl Engine {
         if self.units[at].sum.is_none() {
             return Ok(());
         }
-        let whole = !self.config.strategy.is_sharded() && self.group.size() > 1;
+        let whole = !self.config.strategy.is_sharded() && self.shards.size() > 1;
         let gradient = if whole { Some(self.gather_gradient(at)?) } else { None };
         let rank = self.group.rank();
         let handle = &mut self.units[at];
@@ -176,9 +303,8 @@ impl Engine {
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let dest = self.comm(taken)?;
         let handle = &mut self.units[at];
-        let (gradient, gathered) = handle.gather_gradient(&self.group, dest);
-        self.bytes_sent += handle.part_bytes_to_peers();
-        self.comm(gathered)?;
+        let (gradient, gathered) = handle.gather_gradient(&self.shards, dest);
+        self.bytes_sent += self.comm(gathered)?;
         Ok(gradient)
     }
 }

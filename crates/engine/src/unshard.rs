@@ -1,12 +1,15 @@
 //! Gathering and freeing of units: the part of the engine that moves parameters.
 
 use shardwise_comm::HostBuffer;
+use shardwise_comm::codec::encode_packed;
+use shardwise_core::Precision;
 
 use crate::Result;
 use crate::config::UnitId;
 use crate::engine::Engine;
+use crate::error::EngineError;
 use crate::events::EventKind;
-use crate::handle::ParamState;
+use crate::handle::{GatherFrom, ParamState};
 use crate::unit::Place;
 
 impl Engine {
@@ -15,10 +18,30 @@ impl Engine {
         (0..self.units[unit].parts.len()).map(move |part| Place { unit, part })
     }
 
-    /// Lets the peers read this rank's parameters, and this rank theirs, until [`Engine::end_loan`].
-    pub(crate) fn begin_loan(&mut self) -> Result<()> {
-        if self.config.strategy.is_sharded() && self.group.size() > 1 {
-            self.loan = Some(self.comm(self.group.lend("parameters", &self.params))?);
+    /// Lets the peers read this rank's parameters, and this rank theirs, until [`Engine::end_loan`]: the masters when `full`
+    /// says so, otherwise as they are rounded for the computation.
+    pub(crate) fn begin_loan(&mut self, full: bool) -> Result<()> {
+        self.gather_precision = if full { Precision::F32 } else { self.config.precision.param_dtype };
+        if self.config.strategy.is_sharded() && self.shards.size() > 1 {
+            self.round_params()?;
+            let lent = self.low.as_ref().filter(|_| self.gather_precision.is_low());
+            let buffer = lent.unwrap_or(&self.params);
+            let numel = self.params.numel();
+            let lent = self.shards.lend("parameters", buffer, numel, self.gather_precision);
+            self.loan = Some(self.comm(lent)?);
+        }
+        Ok(())
+    }
+
+    /// Brings the rounded parameters up to the masters' version, if they are to be gathered.
+    fn round_params(&mut self) -> Result<()> {
+        if self.gather_precision.is_low() && self.low_version != Some(self.version) {
+            let rank = self.group.rank();
+            if let Some(low) = &mut self.low {
+                let low = low.writable().map_err(|source| EngineError::Comm { rank, source })?;
+                encode_packed(self.params.as_slice(), low, self.gather_precision);
+            }
+            self.low_version = Some(self.version);
         }
         Ok(())
     }
@@ -41,7 +64,7 @@ impl Engine {
         let dest = self.gather_buffer(at, numel)?;
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
-        self.bytes_sent += handle.part_bytes_to_peers();
+        self.bytes_sent += handle.gather_bytes_sent(self.gather_precision);
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);
@@ -55,7 +78,15 @@ impl Engine {
         let mut result = Ok(());
         for at in self.parts_of(unit) {
             if matches!(self.units[at].state, ParamState::InFlight(_)) {
-                let arrived = self.units[at].wait_for_unshard(self.loan.as_ref());
+                let handle = &mut self.units[at];
+                let from = match &self.loan {
+                    _ if handle.is_whole() => {
+                        GatherFrom::Own(&self.params.as_slice()[handle.span()], self.gather_precision)
+                    }
+                    Some(loan) => GatherFrom::Peers(loan),
+                    None => GatherFrom::Nowhere,
+                };
+                let arrived = handle.wait_for_unshard(from);
                 self.note(unit, EventKind::Gathered);
                 result = result.and(self.comm(arrived));
             }

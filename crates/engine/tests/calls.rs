@@ -199,7 +199,7 @@ fn a_non_finite_gradient_is_reported_by_every_rank() {
             .expect("a world");
             for text in &errors {
                 assert!(
-                    text.contains("`blocks.1.p4`") && text.contains(shown) && text.contains("step 1"),
+                    text.contains("`blocks.1.unused`") && text.contains(shown) && text.contains("step 1"),
                     "{text}"
                 );
                 assert_eq!(text, &errors[0]);

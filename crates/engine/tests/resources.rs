@@ -4,15 +4,12 @@ mod common;
 
 use common::{ADAMW, DEADLINE, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
-use shardwise_core::{MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize};
-use shardwise_engine::{Event, EventKind, UnitId};
+use shardwise_core::{
+    MemoryPlan, MixedPrecision, PlanInput, Precision, Purpose, ShardingStrategy, StepSchedule, UnitSize,
+};
+use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, UnitId};
 
-fn plan(
-    toy: &Toy,
-    ranks: usize,
-    micro_batches: usize,
-    config: &shardwise_engine::EngineConfig,
-) -> MemoryPlan {
+fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) -> MemoryPlan {
     let (root, units) = toy.layouts(ranks);
     MemoryPlan::new(&PlanInput {
         units: units.iter().map(UnitSize::of).collect(),
@@ -21,7 +18,30 @@ fn plan(
         optimizer: config.optimizer.kind(),
         schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
         prefetch: config.prefetch,
+        shard_group: config.shard_group_size(ranks).expect("groups that fit"),
+        precision: config.precision,
+        unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
     })
+}
+
+/// Trains two steps and compares what every rank holds and sends with the plan.
+fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfig) {
+    let plan = plan(toy, ranks, micro_batches, &config);
+    threads::run(ranks, DEADLINE, |group| {
+        let mut engine = toy.engine(group, config);
+        let what =
+            format!("{config:?}, {ranks} ranks, {micro_batches} micro-batches, {} units", toy.units.len());
+        for _ in 0..2 {
+            let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
+            assert_eq!(report.bytes_sent, plan.sent_per_step(), "{what}");
+        }
+        for purpose in Purpose::ALL {
+            let (peak, planned) = (engine.ledger().peak(purpose), plan.bytes(purpose));
+            assert_eq!(peak, planned, "{what}: {purpose}");
+        }
+        assert_eq!(engine.ledger().total_peak(), plan.total(), "{what}");
+    })
+    .expect("a world");
 }
 
 #[test]
@@ -32,24 +52,40 @@ fn the_ledger_equals_the_plan_to_the_byte() {
                 for (units, prefetch) in [(3, true), (3, false), (2, true), (1, true), (0, true)] {
                     let frozen = if units == 3 { vec![vec![4, 2], vec![3]] } else { vec![] };
                     let toy = Toy { frozen, ..Toy::new(units) };
-                    let config = shardwise_engine::EngineConfig { prefetch, ..config(strategy, optimizer) };
-                    let plan = plan(&toy, ranks, micro_batches, &config);
-                    threads::run(ranks, DEADLINE, |group| {
-                        let mut engine = toy.engine(group, config);
-                        for _ in 0..2 {
-                            let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
-                            assert_eq!(report.bytes_sent, plan.sent_per_step());
-                        }
-                        let what = format!(
-                            "{strategy}, {ranks} ranks, {micro_batches} micro-batches, {units} units"
-                        );
-                        for purpose in Purpose::ALL {
-                            let (peak, planned) = (engine.ledger().peak(purpose), plan.bytes(purpose));
-                            assert_eq!(peak, planned, "{what}: {purpose}");
-                        }
-                        assert_eq!(engine.ledger().total_peak(), plan.total(), "{what}");
-                    })
-                    .expect("a world");
+                    check_plan(
+                        &toy,
+                        ranks,
+                        micro_batches,
+                        EngineConfig { prefetch, ..config(strategy, optimizer) },
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Hybrid layouts, narrow wires and unsharded accumulation have their own formulas.
+#[test]
+fn variations_of_the_plan() {
+    use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
+    let toy = Toy { frozen: vec![vec![4, 2], vec![3]], ..Toy::new(3) };
+    let both_low = MixedPrecision { reduce_dtype: Precision::Bf16, ..MixedPrecision::BF16 };
+    for (strategy, ranks, shard_group) in [
+        (FullShard, 1, None),
+        (FullShard, 3, None),
+        (ShardGradOp, 2, None),
+        (NoShard, 2, None),
+        (HybridShard, 4, Some(2)),
+        (HybridShardZero2, 6, Some(3)),
+        (HybridShard, 4, Some(1)),
+        (HybridShard, 2, Some(2)),
+    ] {
+        for precision in [MixedPrecision::default(), MixedPrecision::BF16, both_low] {
+            for accumulation in [Accumulation::Sharded, Accumulation::Unsharded] {
+                for micro_batches in [ranks, 3 * ranks] {
+                    let base = config(strategy, ADAMW);
+                    let config = EngineConfig { shard_group, precision, accumulation, ..base };
+                    check_plan(&toy, ranks, micro_batches, config);
                 }
             }
         }

@@ -5,8 +5,10 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::ShardingStrategy;
-use shardwise_engine::{DecayRule, EngineConfig, LrSchedule, Norm, OptimizerConfig};
+use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
+use shardwise_engine::{
+    Accumulation, DynamicScale, EngineConfig, LossScale, LrSchedule, NonFinite, OptimizerConfig,
+};
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
 
@@ -104,6 +106,10 @@ pub struct TrainConfig {
     pub momentum: Option<f64>,
     /// The norm that gradients are cut down to; no clipping when left out.
     pub clip_norm: Option<f64>,
+    /// What the loss is multiplied by before its backward: a number, or "dynamic"; nothing when left out.
+    pub loss_scale: Option<LossScaleSetting>,
+    /// What a gradient that is NaN or infinite leads to.
+    pub non_finite: NonFinite,
     /// How the learning rate changes.
     pub schedule: LrSchedule,
     /// Steps of linear warm-up.
@@ -122,6 +128,8 @@ impl Default for TrainConfig {
             weight_decay: None,
             momentum: None,
             clip_norm: None,
+            loss_scale: None,
+            non_finite: NonFinite::Error,
             schedule: LrSchedule::Constant,
             warmup_steps: 0,
         }
@@ -138,12 +146,49 @@ pub enum OptimizerName {
     Sgd,
 }
 
+/// `loss_scale`: a number, or "dynamic".
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "train.loss_scale must be \"dynamic\" or a positive number")]
+pub enum LossScaleSetting {
+    /// Always this.
+    Static(f64),
+    /// As much as the gradients bear.
+    Named(NamedLossScale),
+}
+
+/// Loss scales that have a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NamedLossScale {
+    /// As much as the gradients bear.
+    Dynamic,
+}
+
+impl LossScaleSetting {
+    fn scale(self) -> LossScale {
+        match self {
+            LossScaleSetting::Static(scale) => LossScale::Static(scale),
+            LossScaleSetting::Named(NamedLossScale::Dynamic) => LossScale::Dynamic(DynamicScale::default()),
+        }
+    }
+}
+
 /// `[shard]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ShardingConfig {
     /// How parameters, gradients and optimizer state are spread.
     pub strategy: ShardingStrategy,
+    /// Ranks that share one copy of the model, for a hybrid strategy; the groups of so many are replicas.
+    pub shard_group: Option<usize>,
+    /// The type in which parameters are gathered and to which they are rounded for the computation.
+    pub param_dtype: Precision,
+    /// The type in which gradients travel; their sum is f32.
+    pub reduce_dtype: Precision,
+    /// Whether the summed gradient is rounded to `reduce_dtype` again.
+    pub keep_low_precision_grads: bool,
+    /// Where the gradients of several micro-batches of a rank add up.
+    pub accumulate: Accumulation,
     /// Whether blocks keep only their input and compute their forward again in backward.
     pub recompute: bool,
     /// Whether the next block is gathered while one computes.
@@ -152,7 +197,16 @@ pub struct ShardingConfig {
 
 impl Default for ShardingConfig {
     fn default() -> Self {
-        Self { strategy: ShardingStrategy::FullShard, recompute: false, prefetch: true }
+        Self {
+            strategy: ShardingStrategy::FullShard,
+            shard_group: None,
+            param_dtype: Precision::F32,
+            reduce_dtype: Precision::F32,
+            keep_low_precision_grads: false,
+            accumulate: Accumulation::Sharded,
+            recompute: false,
+            prefetch: true,
+        }
     }
 }
 
@@ -231,6 +285,11 @@ impl Config {
                 "train.clip_norm is {clip}; it must be a positive number (leave it out for no clipping)"
             ));
         }
+        let engine = self.engine();
+        engine
+            .check()
+            .and_then(|()| engine.shard_group_size(self.run.ranks).map(drop))
+            .or_else(|e| wrong(e.to_string()))?;
         Ok(())
     }
 
@@ -324,13 +383,23 @@ impl Config {
                 weight_decay: train.weight_decay.unwrap_or(0.0),
             },
         };
+        let shard = &self.shard;
         EngineConfig {
-            strategy: self.shard.strategy,
+            strategy: shard.strategy,
+            shard_group: shard.shard_group,
+            precision: MixedPrecision {
+                param_dtype: shard.param_dtype,
+                reduce_dtype: shard.reduce_dtype,
+                keep_low_precision_grads: shard.keep_low_precision_grads,
+                low_precision_evaluation: false,
+            },
+            loss_scale: train.loss_scale.map_or(LossScale::None, LossScaleSetting::scale),
+            non_finite: train.non_finite,
+            accumulation: shard.accumulate,
             optimizer,
-            decay: DecayRule::MatricesOnly,
             clip_norm: train.clip_norm,
-            norm: Norm::L2,
-            prefetch: self.shard.prefetch,
+            prefetch: shard.prefetch,
+            ..EngineConfig::default()
         }
     }
 
@@ -399,8 +468,8 @@ fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
     Some(match section {
         "run" => keys_of(RunConfig::default(), &["output_dir"]),
         "data" => keys_of(DataConfig::default(), &["path", "tokenizer", "seq_len"]),
-        "train" => keys_of(TrainConfig::default(), &["weight_decay", "momentum", "clip_norm"]),
-        "shard" => keys_of(ShardingConfig::default(), &[]),
+        "train" => keys_of(TrainConfig::default(), &["weight_decay", "momentum", "clip_norm", "loss_scale"]),
+        "shard" => keys_of(ShardingConfig::default(), &["shard_group"]),
         "model" => {
             let family = match table.get("family").and_then(Value::as_str) {
                 Some("llama") => LlamaConfig::KEYS,

@@ -4,6 +4,8 @@ use burn::tensor::Device;
 use shardwise_burn::model_layouts;
 use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule, UnitSize};
 
+use shardwise_engine::Accumulation;
+
 use crate::config::Config;
 use crate::error::RunError;
 use crate::report::{bytes, table, thousands};
@@ -23,6 +25,7 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
 /// When the batches do not fit the ranks.
 pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan, RunError> {
     let schedule = StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
+    let engine = config.engine();
     // A unit's flat parameters follow each other.
     let mut units: Vec<&[FlatLayout]> = layouts.chunk_by(|a, b| a.unit() == b.unit()).collect();
     let root = units.first().filter(|unit| unit[0].unit() == "root").map(|root| UnitSize::of(*root));
@@ -30,17 +33,20 @@ pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan
     Ok(MemoryPlan::new(&PlanInput {
         units: units.into_iter().map(UnitSize::of).collect(),
         root: root.unwrap_or_default(),
-        strategy: config.shard.strategy,
-        optimizer: config.engine().optimizer.kind(),
+        strategy: engine.strategy,
+        optimizer: engine.optimizer.kind(),
         schedule,
-        prefetch: config.shard.prefetch,
+        prefetch: engine.prefetch,
+        shard_group: engine.shard_group_size(config.run.ranks).map_err(RunError::user)?,
+        precision: engine.precision,
+        unsharded_accumulation: engine.accumulation == Accumulation::Unsharded,
     }))
 }
 
 fn describe(config: &Config) -> Result<String, RunError> {
     let (model, warnings) = config.model_config()?;
-    let layouts =
-        model_layouts(&model.init(&Device::flex().autodiff()).map_err(RunError::user)?, config.run.ranks)?;
+    let group = config.engine().shard_group_size(config.run.ranks).map_err(RunError::user)?;
+    let layouts = model_layouts(&model.init(&Device::flex().autodiff()).map_err(RunError::user)?, group)?;
     let plan = memory_plan(config, &layouts)?;
     let schedule = StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
     let parameters: usize = layouts.iter().map(FlatLayout::numel).sum();

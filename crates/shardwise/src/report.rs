@@ -20,8 +20,15 @@ pub struct StepMetrics {
     pub step: u64,
     /// The mean loss over the step's tokens, before the update.
     pub loss: f64,
-    /// The norm of the whole gradient, before clipping.
+    /// The norm of the whole gradient, before clipping; `null` in the file when it was not finite.
+    #[serde(deserialize_with = "number_or_null")]
     pub grad_norm: f64,
+    /// What the gradient was multiplied by: below 1 when it was clipped.
+    pub clip_coefficient: f32,
+    /// What the losses were multiplied by before their backward.
+    pub loss_scale: f64,
+    /// Whether nothing was updated, because the gradient was not finite.
+    pub skipped: bool,
     /// The learning rate.
     pub lr: f64,
     /// Tokens of the step.
@@ -36,6 +43,11 @@ pub struct StepMetrics {
     pub gathered_bytes_peak: u64,
     /// Bytes of parameters and gradients that ranks sent each other.
     pub bytes_sent: u64,
+}
+
+/// JSON has no word for what is not finite but `null`.
+fn number_or_null<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// What one rank held and sent over a run.

@@ -128,12 +128,14 @@ impl<'a> Rank<'a> {
         let mut metrics_file = self.begin(&output)?;
         let mut progress = self.is_first().then(|| Progress::new(self.job.config.run.steps));
         let mut all = Vec::new();
-        let mut sent = 0;
+        let (mut sent, mut updates) = (0, 0);
         let begun = Instant::now();
         for step in 1..=self.job.config.run.steps {
             let step_begun = Instant::now();
-            let lr = self.lr(step);
+            // Skipped steps do not count: the schedule waits for the parameters.
+            let lr = self.lr(updates + 1);
             let outcome = self.step(step, lr)?;
+            updates = outcome.report.updates;
             sent += outcome.report.bytes_sent;
             let metrics = self.metrics(&outcome, lr, step_begun)?;
             if let Some(file) = &mut metrics_file {
@@ -231,6 +233,9 @@ impl<'a> Rank<'a> {
             step: outcome.report.step,
             loss: outcome.loss,
             grad_norm: outcome.report.grad_norm,
+            clip_coefficient: outcome.report.clip_coefficient,
+            loss_scale: outcome.report.loss_scale,
+            skipped: outcome.report.skipped.is_some(),
             lr,
             tokens,
             tokens_per_second: tokens as f64 / step_seconds,

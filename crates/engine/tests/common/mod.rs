@@ -5,9 +5,11 @@
 use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
-use shardwise_core::{CarryCounter, FlatLayout, ParamSpec, RoundAssignment, ShardingStrategy};
+use shardwise_core::{
+    CarryCounter, FlatLayout, ParamInfo, ParamSpec, Precision, RoundAssignment, ShardingStrategy, pre_divisor,
+};
 use shardwise_engine::{
-    DecayRule, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, StepReport, UnitId,
+    Accumulation, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, StepReport, UnitId,
 };
 
 pub const DEADLINE: Duration = Duration::from_secs(30);
@@ -20,14 +22,7 @@ pub const STRATEGIES: [ShardingStrategy; 3] =
     [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
 
 pub fn config(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> EngineConfig {
-    EngineConfig {
-        strategy,
-        optimizer,
-        decay: DecayRule::default(),
-        clip_norm: Some(0.7),
-        norm: Norm::L2,
-        prefetch: true,
-    }
+    EngineConfig { strategy, optimizer, clip_norm: Some(0.7), ..EngineConfig::default() }
 }
 
 /// Shapes of the parameters of one unit.
@@ -39,19 +34,22 @@ pub struct Toy {
     pub units: Vec<Shapes>,
     /// Frozen parameters that the root and every unit have besides.
     pub frozen: Shapes,
+    /// Whether no micro-batch uses the last trained parameter of the root and of each unit.
+    pub last_unused: bool,
 }
 
 impl Toy {
     /// `n` units with parameters of awkward sizes, and a root.
     pub fn new(n: usize) -> Self {
         let unit = vec![vec![3, 5], vec![5], vec![0], vec![1], vec![17]];
-        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n], frozen: vec![] }
+        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n], frozen: vec![], last_unused: true }
     }
 
     fn layouts_of(&self, name: &str, shapes: &Shapes, world: usize) -> Vec<FlatLayout> {
-        let spec = |(i, (shape, requires_grad)): (usize, (&Vec<usize>, bool))| ParamSpec {
-            requires_grad,
-            ..ParamSpec::f32(format!("{name}.p{i}"), i as u64, shape.clone())
+        let spec = |(i, (shape, requires_grad)): (usize, (&Vec<usize>, bool))| {
+            let unused = self.last_unused && i + 1 == shapes.len();
+            let path = if unused { format!("{name}.{UNUSED}") } else { format!("{name}.p{i}") };
+            ParamSpec { requires_grad, ..ParamSpec::f32(path, i as u64, shape.clone()) }
         };
         let trainable = shapes.iter().map(|s| (s, true));
         let all = trainable.chain(self.frozen.iter().map(|s| (s, false)));
@@ -70,7 +68,7 @@ impl Toy {
     }
 
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
-        let (root, units) = self.layouts(group.size());
+        let (root, units) = self.layouts(config.shard_group_size(group.size()).expect("groups that fit"));
         let mut engine = Engine::new(group, root, units, config).expect("an engine");
         for id in engine.ids().collect::<Vec<_>>() {
             for part in 0..engine.parts(id).len() {
@@ -82,6 +80,13 @@ impl Toy {
         }
         engine
     }
+}
+
+/// The last part of the path of a parameter that no micro-batch uses.
+const UNUSED: &str = "unused";
+
+fn is_used(param: &ParamInfo) -> bool {
+    !param.path.ends_with(UNUSED)
 }
 
 pub fn initial(id: UnitId, part: usize, element: usize) -> f32 {
@@ -140,19 +145,19 @@ pub fn compute_round(engine: &mut Engine, micro_batch: usize) -> Result<(), Engi
     engine.end_round()
 }
 
-/// Every parameter writes its gradient in two uses, half each, but the last one, which is unused.
+/// Every used parameter writes its gradient in two uses, half each.
 pub fn write_gradients(engine: &mut Engine, unit: UnitId, micro_batch: usize) {
-    let step = engine.step();
+    let (step, scale) = (engine.step(), engine.loss_scale() as f32);
     for part in 0..engine.parts(unit).len() {
         let handle = &engine.parts(unit)[part];
         let (view, params) = (handle.view().clone(), handle.layout().params().to_vec());
-        for (index, param) in params.iter().enumerate().take(params.len() - 1) {
+        for (index, param) in params.iter().enumerate().filter(|(_, p)| is_used(p)) {
             // SAFETY: the values are copied before the engine goes on.
             let values = unsafe { view.slice(param.range()) }.expect("gathered").to_vec();
             for _ in 0..2 {
                 engine.write_gradient(unit, part, index, |window, overwrite| {
                     for (k, g) in window.iter_mut().enumerate() {
-                        let half = 0.5 * gradient(values[k], param.offset + k, micro_batch, step);
+                        let half = 0.5 * scale * gradient(values[k], param.offset + k, micro_batch, step);
                         *g = if overwrite { half } else { *g + half };
                     }
                 });
@@ -190,25 +195,18 @@ impl Reference {
     /// One step; returns the gradient norm.
     pub fn step(&mut self, micro_batches: usize, ranks: usize, config: &EngineConfig, lr: f64) -> f64 {
         self.step += 1;
-        let gradients: Vec<Vec<f32>> = self
-            .params
-            .iter()
-            .map(|(_, layout, values)| {
-                let unused = layout.params().last().expect("parameters").range();
-                (0..layout.numel())
-                    .map(|e| {
-                        let of = |m: usize| {
-                            if unused.contains(&e) || !layout.requires_grad() {
-                                0.0
-                            } else {
-                                gradient(values[e], e, m, self.step)
-                            }
-                        };
-                        summed(micro_batches, ranks, of) / micro_batches as f32
-                    })
-                    .collect()
-            })
-            .collect();
+        let of_layout = |(_, layout, values): &(UnitId, FlatLayout, Vec<f32>)| {
+            let mut gradients = vec![0.0; layout.numel()];
+            for param in layout.params().iter().filter(|p| layout.requires_grad() && is_used(p)) {
+                for e in param.range() {
+                    let value = rounded(values[e], config.precision.param_dtype);
+                    let of = |m: usize| gradient(value, e, m, self.step);
+                    gradients[e] = averaged(micro_batches, ranks, config, of);
+                }
+            }
+            gradients
+        };
+        let gradients: Vec<Vec<f32>> = self.params.iter().map(of_layout).collect();
         let all = || gradients.iter().flatten().map(|g| f64::from(*g).abs());
         let norm = match config.norm {
             Norm::L1 => all().sum(),
@@ -237,18 +235,50 @@ impl Reference {
     }
 }
 
-/// The reduction order, written as the text of the rule: a tree over ranks, then the counter over rounds.
-fn summed(micro_batches: usize, ranks: usize, of: impl Fn(usize) -> f32) -> f32 {
-    let add = |a: f32, b: f32| a + b;
-    let mut rounds = CarryCounter::default();
-    for round in 0..micro_batches.div_ceil(ranks) {
-        let mut tree = CarryCounter::default();
-        for m in round * ranks..(round + 1) * ranks {
-            tree.push(if m < micro_batches { of(m) } else { 0.0 }, 1, add);
-        }
-        rounds.push(tree.finish(add).expect("a rank"), 1, add);
+/// A number as it is after a journey in a narrower type.
+pub fn rounded(x: f32, precision: Precision) -> f32 {
+    match precision {
+        Precision::F32 => x,
+        Precision::Bf16 => half::bf16::from_f32(x).to_f32(),
+        Precision::F16 => half::f16::from_f32(x).to_f32(),
     }
-    rounds.finish(add).expect("a round")
+}
+
+/// The reduction order, written as the text of the rule: each micro-batch's gradient as it travels; a tree over the ranks
+/// of a group, one over the groups, then the counter over rounds; divided once.
+fn averaged(micro_batches: usize, ranks: usize, config: &EngineConfig, of: impl Fn(usize) -> f32) -> f32 {
+    let add = |a: f32, b: f32| a + b;
+    let group = config.shard_group_size(ranks).expect("groups that fit");
+    let low = config.precision.reduce_dtype;
+    let pre = if low == Precision::F32 { 1.0 } else { pre_divisor(micro_batches) as f32 };
+    let scale = match config.loss_scale {
+        shardwise_engine::LossScale::None => 1.0,
+        shardwise_engine::LossScale::Static(scale) => scale as f32,
+        shardwise_engine::LossScale::Dynamic(dynamic) => dynamic.initial as f32,
+    };
+    let of = |m: usize| if m < micro_batches { of(m) * scale } else { 0.0 };
+    let travelled = |x: f32| rounded(x / pre, low);
+    let over_ranks = |of_rank: &dyn Fn(usize) -> f32| {
+        let mut groups = CarryCounter::default();
+        for first in (0..ranks).step_by(group) {
+            let mut tree = CarryCounter::default();
+            (first..first + group).for_each(|rank| tree.push(travelled(of_rank(rank)), 1, add));
+            groups.push(tree.finish(add).expect("a rank"), 1, add);
+        }
+        groups.finish(add).expect("a group")
+    };
+    let rounds = micro_batches.div_ceil(ranks);
+    let sum = if config.accumulation == Accumulation::Unsharded {
+        // Every use of a parameter writes half of its gradient.
+        let halves = |rank| (0..2 * rounds).map(move |use_| 0.5 * of(use_ / 2 * ranks + rank));
+        over_ranks(&|rank| halves(rank).fold(0.0, add))
+    } else {
+        let mut counter = CarryCounter::default();
+        (0..rounds).for_each(|round| counter.push(over_ranks(&|rank| of(round * ranks + rank)), 1, add));
+        counter.finish(add).expect("a round")
+    };
+    let mean = sum / (micro_batches as f32 * scale / pre);
+    if config.precision.keep_low_precision_grads { rounded(mean, low) } else { mean }
 }
 
 fn update(

@@ -8,8 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::Deserialize;
 use shardwise_burn::{ParamSource, ShardConfig};
-use shardwise_core::ShardingStrategy;
-use shardwise_engine::{DecayRule, EngineConfig, OptimizerConfig};
+use shardwise_engine::{EngineConfig, OptimizerConfig};
 use shardwise_models::{LanguageModel, ModelConfig, WeightsFolder};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -140,14 +139,7 @@ pub(crate) fn optimizer(name: &str) -> (ShardConfig, f64) {
         }
         _ => (OptimizerConfig::Sgd { momentum: 0.9, weight_decay: 0.0 }, None, 0.05),
     };
-    let engine = EngineConfig {
-        strategy: ShardingStrategy::FullShard,
-        optimizer,
-        decay: DecayRule::MatricesOnly,
-        clip_norm,
-        norm: shardwise_engine::Norm::L2,
-        prefetch: true,
-    };
+    let engine = EngineConfig { optimizer, clip_norm, ..EngineConfig::default() };
     (ShardConfig { engine, recompute: false, seed: 7 }, lr)
 }
 

@@ -8,7 +8,7 @@ use shardwise_burn::{ShardConfig, ShardedModel};
 use shardwise_comm::ProcessGroup;
 use shardwise_core::ShardingStrategy;
 use shardwise_core::seed::SplitMix64;
-use shardwise_engine::{DecayRule, EngineConfig, Norm, OptimizerConfig};
+use shardwise_engine::{DecayRule, EngineConfig, OptimizerConfig};
 use shardwise_models::{CausalLm, Gpt2Config, LanguageModel, ModelConfig};
 
 use crate::config::{Config, TransportKind};
@@ -201,9 +201,7 @@ fn shard_config(args: &StepArgs) -> ShardConfig {
             strategy: args.strategy.sharding(),
             optimizer: OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01 },
             decay: DecayRule::All,
-            clip_norm: None,
-            norm: Norm::L2,
-            prefetch: true,
+            ..EngineConfig::default()
         },
         recompute: args.recompute,
         seed: 0,

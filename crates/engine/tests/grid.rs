@@ -1,0 +1,124 @@
+//! Every combination of world, size, precision, accumulation, strategy and prefetch, three steps, against one loop over
+//! whole parameters: bit for bit.
+
+mod common;
+
+use common::{ADAMW, Reference, Toy, config, train};
+use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
+use shardwise_engine::{Accumulation, DynamicScale, EngineConfig, LossScale, Norm};
+
+const STEPS: usize = 3;
+
+/// Strategies with the sizes of their groups: a hybrid one has every shape of mesh.
+fn layouts(world: usize) -> Vec<(ShardingStrategy, Option<usize>)> {
+    use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
+    let mut all = vec![(FullShard, None), (ShardGradOp, None), (NoShard, None)];
+    for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
+        all.extend([(HybridShard, Some(group)), (HybridShardZero2, Some(group))]);
+    }
+    all
+}
+
+/// Trained bits and norms of all layouts equal the reference's, and so each other's where their sums have one order.
+fn check(toy: &Toy, world: usize, rounds: usize, base: &EngineConfig) {
+    let micro_batches = world * rounds;
+    for (strategy, shard_group) in layouts(world) {
+        let config = EngineConfig { strategy, shard_group, ..*base };
+        let mut reference = Reference::new(toy);
+        let norms: Vec<f64> =
+            (0..STEPS).map(|_| reference.step(micro_batches, world, &config, 0.05)).collect();
+        let what = format!("{config:?}, {world} ranks, {rounds} rounds, {:?}", toy.units);
+        for (params, reports) in train(toy, world, micro_batches, config, STEPS) {
+            let got: Vec<f64> = reports.iter().map(|r| r.grad_norm).collect();
+            for (got, want) in got.iter().zip(&norms) {
+                assert!((got - want).abs() <= 1e-12 * want.abs(), "{what}: norm {got}, not {want}");
+            }
+            for (got, (id, _, want)) in params.iter().zip(&reference.params) {
+                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(got), bits(want), "{what}: {id:?}");
+            }
+        }
+    }
+}
+
+fn precision(name: &str) -> MixedPrecision {
+    let f32 = MixedPrecision::default();
+    match name {
+        "f32" => f32,
+        "bf16" => MixedPrecision::BF16,
+        "bf16 everywhere" => MixedPrecision {
+            reduce_dtype: Precision::Bf16,
+            keep_low_precision_grads: true,
+            ..MixedPrecision::BF16
+        },
+        _ => MixedPrecision { param_dtype: Precision::F16, reduce_dtype: Precision::F16, ..f32 },
+    }
+}
+
+/// The grid of the specification: world x numel x type x accumulation x strategy x prefetch.
+#[test]
+fn every_combination_equals_the_unsharded_run() {
+    for world in 1..=4 {
+        for numel in [0, 1, 3, 5, 17, 64] {
+            // A parameter without elements has others beside it.
+            let unit = if numel == 0 { vec![vec![0], vec![2]] } else { vec![vec![numel]] };
+            let toy = Toy { root: unit.clone(), units: vec![unit; 2], frozen: vec![], last_unused: false };
+            for name in ["f32", "bf16"] {
+                for rounds in [1, 3] {
+                    for prefetch in [true, false] {
+                        let base = EngineConfig {
+                            prefetch,
+                            precision: precision(name),
+                            ..config(ShardingStrategy::FullShard, ADAMW)
+                        };
+                        check(&toy, world, rounds, &base);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The same with several odd parameters in a unit, frozen ones beside them and one that nobody uses; with narrow reductions
+/// and a loss scale; with gradients that add up unsharded.
+#[test]
+fn mixed_units_and_narrow_wires() {
+    let toy = Toy { frozen: vec![vec![3, 3], vec![1]], ..Toy::new(3) };
+    let base = EngineConfig { norm: Norm::L2, ..config(ShardingStrategy::FullShard, ADAMW) };
+    let dynamic = LossScale::Dynamic(DynamicScale { initial: 256.0, ..DynamicScale::default() });
+    for world in 1..=4 {
+        for rounds in [1, 2, 5] {
+            for (name, loss_scale) in [
+                ("f32", LossScale::Static(1024.0)),
+                ("bf16", LossScale::None),
+                ("bf16 everywhere", LossScale::None),
+                ("f16", LossScale::Static(64.0)),
+                ("f16", dynamic),
+            ] {
+                for accumulation in [Accumulation::Sharded, Accumulation::Unsharded] {
+                    let base = EngineConfig { precision: precision(name), loss_scale, accumulation, ..base };
+                    check(&toy, world, rounds, &base);
+                }
+            }
+        }
+    }
+}
+
+/// With one order of sums, the bits do not depend on the world at all.
+#[test]
+fn worlds_and_meshes_have_the_same_bits() {
+    let toy = Toy::new(2);
+    for name in ["f32", "bf16", "bf16 everywhere"] {
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for world in [1, 2, 4, 8] {
+            for (strategy, shard_group) in layouts(world) {
+                let base = config(strategy, ADAMW);
+                let config = EngineConfig { shard_group, precision: precision(name), ..base };
+                for (params, _) in train(&toy, world, 8, config, STEPS) {
+                    let want = first.get_or_insert_with(|| params.clone());
+                    assert_eq!(*want, params, "{name}, {world} ranks, {strategy} {shard_group:?}");
+                }
+            }
+        }
+    }
+}
