@@ -9,6 +9,7 @@
 //! the default). Every wait has a deadline, every call carries a [`Fingerprint`], and a rank that fails tells the
 //! others, so nothing hangs.
 
+mod agreement;
 mod board;
 pub mod buffer;
 pub mod codec;

@@ -9,14 +9,14 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, Precision, Purpose, RoundAssignment, StepSchedule, max_partials};
+use shardwise_core::{FlatLayout, Precision, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
 use crate::config::{Accumulation, EngineConfig, StepReport, UnitId};
 use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
-use crate::handle::{FlatParamHandle, HandleConfig, ParamState};
+use crate::handle::{FlatParamHandle, ParamState};
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
 use crate::optimizer::Update;
@@ -79,7 +79,7 @@ pub struct Engine {
     pub(crate) phase: Phase,
     pub(crate) step: u64,
     /// Steps that have updated the parameters.
-    updates: u64,
+    pub(crate) updates: u64,
     /// Steps in a row that have not, up to now.
     pub(crate) skips: u32,
     pub(crate) scaler: LossScaler,
@@ -93,112 +93,6 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Allocates the shards of the root and of the units, all zero. Each has one flat parameter, or one that is trained and
-    /// one that is frozen ([`FlatLayout::build_groups`]); the root may have none. They are laid out for as many ranks as
-    /// share one copy of the model ([`EngineConfig::shard_group_size`]).
-    ///
-    /// # Errors
-    /// When the configuration contradicts itself, or memory cannot be had.
-    pub fn new(
-        group: ProcessGroup,
-        root: Vec<FlatLayout>,
-        units: Vec<Vec<FlatLayout>>,
-        config: EngineConfig,
-    ) -> Result<Self> {
-        config.check()?;
-        let mut ledger = Ledger::default();
-        let pools = Pools::new(&units, &config);
-        let coordinator = Coordinator::new(units.len());
-        let rank = group.rank();
-        let comm = |source| EngineError::Comm { rank, source };
-        let reductions = group.split(0, rank as u64).map_err(comm)?;
-        let (shards, replicas) = shard_groups(&group, &config)?;
-        let handle_config = HandleConfig {
-            strategy: config.strategy,
-            precision: config.precision,
-            optimizer: config.optimizer,
-            decay: config.decay,
-            world: group.size(),
-            first_sharer: rank / shards.size() * shards.size(),
-        };
-        let mut numel = 0;
-        let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
-            let handle = |layout| {
-                let handle = FlatParamHandle::new(layout, numel, &shards, &handle_config, &mut ledger)?;
-                numel = handle.span().end;
-                Ok(handle)
-            };
-            layouts.into_iter().map(handle).collect::<shardwise_comm::Result<Vec<_>>>().map_err(comm)
-        };
-        let root = handles(root)?;
-        let units = units.into_iter().map(handles).collect::<Result<Vec<_>>>()?;
-        let units = Units::new(root, units);
-        let mut params = group.allocate(numel).map_err(comm)?;
-        if cfg!(debug_assertions) {
-            // Padding must never be read: whoever does gets NaN.
-            params.writable().map_err(comm)?.fill(f32::NAN);
-        }
-        units.handles().for_each(|handle| handle.settle(params.as_ptr()));
-        let mut engine = Self {
-            low: None,
-            low_version: None,
-            version: 0,
-            gather_precision: Precision::F32,
-            replicas: None,
-            scaler: LossScaler::new(config.loss_scale),
-            updates: 0,
-            skips: 0,
-            weight: 0.0,
-            unsharded_reserved: false,
-            config,
-            units,
-            params,
-            loan: None,
-            reducing: VecDeque::new(),
-            diverged: false,
-            reductions,
-            coordinator,
-            pools,
-            group,
-            shards,
-            ledger,
-            events: EventLog::default(),
-            phase: Phase::Idle,
-            step: 0,
-            bytes_sent: 0,
-            gathered_bytes: 0,
-            gathered_bytes_peak: 0,
-            failure: Arc::default(),
-        };
-        engine.allocate_derived(replicas)?;
-        engine.zero_params()?;
-        Ok(engine)
-    }
-
-    /// Allocates what some configurations need besides parameters and statistics.
-    fn allocate_derived(&mut self, replicas: Option<ProcessGroup>) -> Result<()> {
-        let precision = self.config.precision.param_dtype;
-        if precision.is_low() && self.config.strategy.is_sharded() && self.shards.size() > 1 {
-            let bytes = self.params.numel() * precision.bytes();
-            self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
-            self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
-        }
-        if let Some(replicas) = replicas {
-            let parts = self.units.handles().filter(|h| h.is_trainable());
-            let largest = parts.map(|h| h.layout().shard_numel()).max().unwrap_or(0);
-            let replicas = Replicas::new(replicas, largest, &mut self.ledger);
-            self.replicas = Some(self.comm(replicas)?);
-        }
-        Ok(())
-    }
-
-    fn zero_params(&mut self) -> Result<()> {
-        for Place { unit, part } in self.units.places() {
-            self.owned_params(unit, part)?.fill(0.0);
-        }
-        Ok(())
-    }
-
     /// The ranks that share the model.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
@@ -595,21 +489,4 @@ impl Engine {
             let _ = self.failure.set(error);
         }
     }
-}
-
-/// Splits the ranks into groups that share one copy of the model; in a hybrid layout also into those, one of each group,
-/// that keep the same elements.
-fn shard_groups(group: &ProcessGroup, config: &EngineConfig) -> Result<(ProcessGroup, Option<ProcessGroup>)> {
-    let size = config.shard_group_size(group.size())?;
-    if !config.strategy.is_hybrid() {
-        return Ok((group.clone(), None));
-    }
-    let rank = group.rank();
-    let split = |color: usize| {
-        let split = group.split(color as u64, rank as u64);
-        split.map_err(|source| EngineError::Comm { rank, source })
-    };
-    let shards = split(rank / size)?;
-    let replicas = split(rank % size)?;
-    Ok((shards, Some(replicas).filter(|replicas| replicas.size() > 1)))
 }
