@@ -5,12 +5,14 @@
 //! - [`reduction`]: the one order in which partial sums are added, over ranks and over micro-batches.
 //! - [`schedule`]: which rank computes which micro-batch, and how many collectives a step takes.
 //! - [`plan`]: the memory a rank needs and the bytes it sends, known before anything is allocated.
+//! - [`gather`]: which units are gathered ahead, and which stay.
 //! - [`precision`]: in which type numbers travel.
 //! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
 
 #![forbid(unsafe_code)]
 
 pub mod error;
+pub mod gather;
 pub mod layout;
 pub mod plan;
 pub mod precision;
@@ -21,6 +23,7 @@ pub mod shard;
 pub mod strategy;
 
 pub use error::{LayoutError, PlanError};
+pub use gather::{BackwardPrefetch, GatherPolicy};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
 pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose, UnitSize};
 pub use precision::{MixedPrecision, Precision, pre_divisor};

@@ -10,7 +10,7 @@
 //! | optimizer state (AdamW; SGD with momentum half, without none) | `8 S` | `8 S` | `8` x all | `8 S` |
 //! | partial gradient sums | `4 L S` | `4 L S` | `4 L S` | `4 L S` |
 //! | gathered root | `4 P_r` | `4 P_r` | 0 | 0 |
-//! | gathered units | `4 P_u min(n, 1 + prefetch)` | `4` x all units | 0 | 0 |
+//! | gathered units | `4 P_u min(n, 1 + prefetch)`; with other policies [`GatherPolicy::slots`] | `4` x all units | 0 | 0 |
 //! | full gradient of the root | `4 P_r` | `4 P_r` | `4 P_r` | `4 P_r` |
 //! | full gradient of one unit | `4 P_u` | `4 P_u` | `4 P_u` | `4 P_u` |
 //!
@@ -23,6 +23,7 @@
 
 use std::fmt;
 
+use crate::gather::GatherPolicy;
 use crate::layout::FlatLayout;
 use crate::precision::MixedPrecision;
 use crate::reduction::max_partials;
@@ -131,6 +132,11 @@ impl UnitSize {
         })
     }
 
+    /// Elements of both, each padded for `ranks`.
+    pub fn padded(self, ranks: usize) -> usize {
+        self.parts().iter().map(|numel| numel.div_ceil(ranks) * ranks).sum()
+    }
+
     fn parts(self) -> [usize; 2] {
         [self.trainable, self.frozen]
     }
@@ -149,8 +155,8 @@ pub struct PlanInput {
     pub optimizer: OptimizerKind,
     /// Micro-batches and ranks of a step.
     pub schedule: StepSchedule,
-    /// Whether the next unit is gathered while one computes.
-    pub prefetch: bool,
+    /// Which units are gathered ahead of their use, and which stay.
+    pub gather: GatherPolicy,
     /// Ranks that share one copy of the model: all, or those of one group of a hybrid strategy.
     pub shard_group: usize,
     /// What is narrower than f32.
@@ -268,7 +274,9 @@ impl Sizes {
             Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
             Purpose::GatheredUnits if !gathers => 0,
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
-                both(self.largest) * gather_slots(input.units.len(), input.prefetch) as u64
+                let sizes: Vec<usize> =
+                    input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
+                both(self.largest) * input.gather.slots(&sizes, input.schedule.rounds()) as u64
             }
             Purpose::GatheredUnits => both(self.units),
             Purpose::RootGradient => self.root[0],
@@ -307,9 +315,4 @@ impl Sizes {
                 + part(summed) * F32)
             + across * part(once * reductions) * F32
     }
-}
-
-/// How many units can be gathered at once when each is freed after use: the one in use and, with prefetch, the next.
-pub fn gather_slots(units: usize, prefetch: bool) -> usize {
-    units.min(1 + usize::from(prefetch))
 }

@@ -45,7 +45,7 @@ fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rou
         strategy,
         optimizer,
         schedule: StepSchedule::of_micro_batches(ranks * rounds, ranks).expect("enough micro-batches"),
-        prefetch: true,
+        gather: shardwise_core::GatherPolicy::default(),
         shard_group: ranks,
         precision: shardwise_core::MixedPrecision::default(),
         unsharded_accumulation: false,
@@ -103,9 +103,9 @@ fn strategies_and_optimizers_have_their_own_formulas() {
 #[test]
 fn one_slot_is_enough_without_prefetch_or_with_one_unit() {
     let mut one = input(ShardingStrategy::FullShard, OptimizerKind::AdamW, 2, 1);
-    one.prefetch = false;
+    one.gather = one.gather.without_prefetch();
     assert_eq!(MemoryPlan::new(&one).bytes(Purpose::GatheredUnits), 4 * 104);
-    one.prefetch = true;
+    one.gather = shardwise_core::GatherPolicy::default();
     one.units.truncate(1);
     assert_eq!(MemoryPlan::new(&one).bytes(Purpose::GatheredUnits), 4 * 104);
     one.units.clear();

@@ -85,6 +85,8 @@ impl Engine {
             diverged: false,
             reductions,
             coordinator,
+            policy: config.gather_policy(),
+            ahead: Vec::new(),
             pools,
             group,
             shards,

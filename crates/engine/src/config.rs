@@ -1,7 +1,7 @@
 //! How an engine trains, what it calls its units, and what it reports of a step.
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{MixedPrecision, ShardingStrategy};
+use shardwise_core::{GatherPolicy, MixedPrecision, ShardingStrategy};
 
 use crate::Result;
 use crate::error::EngineError;
@@ -63,8 +63,10 @@ pub struct EngineConfig {
     pub clip_norm: Option<f64>,
     /// Which norm that is.
     pub norm: Norm,
-    /// Whether the next unit is gathered while one computes.
+    /// Whether units are gathered while others compute.
     pub prefetch: bool,
+    /// How far ahead, and how long units stay.
+    pub gather: GatherPolicy,
 }
 
 impl Default for EngineConfig {
@@ -83,6 +85,7 @@ impl Default for EngineConfig {
             clip_norm: None,
             norm: Norm::L2,
             prefetch: true,
+            gather: GatherPolicy::default(),
         }
     }
 }
@@ -96,6 +99,11 @@ impl EngineConfig {
         Ok(self.strategy.shard_group_size(ranks, self.shard_group)?)
     }
 
+    /// The policy of gathers as `prefetch` leaves it.
+    pub fn gather_policy(&self) -> GatherPolicy {
+        if self.prefetch { self.gather } else { self.gather.without_prefetch() }
+    }
+
     /// Refuses what cannot work.
     ///
     /// # Errors
@@ -103,6 +111,7 @@ impl EngineConfig {
     pub fn check(&self) -> Result<()> {
         self.precision.check(self.loss_scale.is_scaled())?;
         self.loss_scale.check().map_err(EngineError::Usage)?;
+        self.gather.check()?;
         match self.divisor {
             Divisor::Custom(divisor) if !(divisor.is_finite() && divisor != 0.0) => Err(EngineError::Usage(
                 format!("the gradient's divisor is {divisor}; it must be a number other than 0"),

@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, Precision, RoundAssignment, StepSchedule, max_partials};
+use shardwise_core::{
+    BackwardPrefetch, FlatLayout, GatherPolicy, Precision, RoundAssignment, StepSchedule, max_partials,
+};
 
 use crate::Result;
 use crate::config::{Accumulation, EngineConfig, StepReport, UnitId};
@@ -73,6 +75,9 @@ pub struct Engine {
     pub(crate) diverged: bool,
     pub(crate) units: Units,
     pub(crate) coordinator: Coordinator,
+    pub(crate) policy: GatherPolicy,
+    /// The units that are gathered ahead of their use.
+    pub(crate) ahead: Vec<UnitId>,
     pub(crate) pools: Pools,
     pub(crate) ledger: Ledger,
     pub(crate) events: EventLog,
@@ -111,6 +116,22 @@ impl Engine {
     /// The step that runs or ran last, counted from 1; 0 before the first.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Changes how far gathers run ahead and how long units stay, from the next step on. Ranks may differ in it.
+    ///
+    /// # Errors
+    /// In the middle of a step, or when a limit is 0.
+    pub fn set_gather_policy(&mut self, policy: GatherPolicy) -> Result<()> {
+        self.expect_idle("set_gather_policy")?;
+        policy.check()?;
+        self.policy = policy;
+        Ok(())
+    }
+
+    /// How many forward calls of training have come out of the order that was recorded before: each costs a prefetch.
+    pub fn deviations(&self) -> u64 {
+        self.coordinator.deviations()
     }
 
     /// What is held.
@@ -223,9 +244,7 @@ impl Engine {
     fn gather_ahead_of_round(&mut self, full: bool) -> Result<()> {
         self.begin_loan(full)?;
         self.start_unshard(UnitId::ROOT)?;
-        if let Some(first) = self.coordinator.first() {
-            self.prefetch(first)?;
-        }
+        self.prefetch_forward()?;
         self.unshard(UnitId::ROOT)
     }
 
@@ -267,42 +286,39 @@ impl Engine {
                 )
             ),
         };
-        let result = self.unshard(unit);
+        let result = self.unshard_for_use(unit);
         self.keep_failure(result);
-        let next = self.coordinator.forward(unit);
+        self.coordinator.forward(unit);
         self.units[unit].users += 1;
         self.units[unit].calls += usize::from(training);
         self.note(unit, EventKind::Forward);
-        if let Some(next) = next.filter(|next| *next != unit) {
-            let result = self.prefetch(next);
-            self.keep_failure(result);
-        }
+        let result = self.prefetch_forward();
+        self.keep_failure(result);
     }
 
     /// Frees `unit` after its forward if the strategy says so, and starts the first gather of backward after the last.
     pub fn leave_forward(&mut self, unit: UnitId) {
         let training = matches!(self.phase, Phase::Round { .. });
         if self.release_use(unit) && (self.config.strategy.reshards_after_forward() || !training) {
-            self.reshard(unit);
+            self.reshard_after_forward(unit, training);
         }
-        if training {
-            if let Some(first) = self.coordinator.turning_point() {
-                let result = self.prefetch(first);
-                self.keep_failure(result);
-            }
-        } else if self.coordinator.is_complete() {
+        if training && self.coordinator.turns() {
+            let result = self.prefetch_backward();
+            self.keep_failure(result);
+        } else if !training && self.coordinator.is_complete() {
             self.coordinator.end_round();
         }
     }
 
     /// Gathers `unit` again for the backward of one of its calls and starts what is expected next.
     pub fn enter_backward(&mut self, unit: UnitId) {
-        let result = self.unshard(unit);
+        let result = self.unshard_for_use(unit);
         self.keep_failure(result);
         self.units[unit].users += 1;
         self.note(unit, EventKind::Backward);
-        if let Some(next) = self.coordinator.backward(unit).filter(|next| *next != unit) {
-            let result = self.prefetch(next);
+        self.coordinator.backward(unit);
+        if self.policy.backward_prefetch == BackwardPrefetch::Pre {
+            let result = self.prefetch_backward();
             self.keep_failure(result);
         }
     }
@@ -334,7 +350,11 @@ impl Engine {
             self.keep_failure(result);
         }
         if self.release_use(unit) && (last || self.config.strategy.reshards_after_forward()) {
-            self.reshard(unit);
+            self.reshard_after_backward(unit);
+        }
+        if self.policy.backward_prefetch == BackwardPrefetch::Post {
+            let result = self.prefetch_backward();
+            self.keep_failure(result);
         }
     }
 
@@ -355,12 +375,11 @@ impl Engine {
         self.start_left_over_reductions()?;
         self.start_reduce(UnitId::ROOT)?;
         self.coordinator.end_round();
+        self.ahead.clear();
         self.drop_unused_gathers(None);
         self.phase = Phase::Step { schedule, round: round + 1 };
-        if round + 1 < schedule.rounds()
-            && let Some(first) = self.coordinator.first()
-        {
-            self.prefetch(first)?;
+        if round + 1 < schedule.rounds() {
+            self.prefetch_forward()?;
         }
         self.check_failure()
     }
@@ -398,6 +417,7 @@ impl Engine {
             }
         };
         self.check_failure()?;
+        self.release_kept();
         self.reshard(UnitId::ROOT);
         self.settle_round()?;
         self.end_loan();
@@ -433,6 +453,7 @@ impl Engine {
     pub fn begin_evaluation(&mut self) -> Result<()> {
         self.expect_idle("begin_evaluation")?;
         self.phase = Phase::Evaluation;
+        self.coordinator.evaluate(true);
         self.gather_ahead_of_round(!self.config.precision.low_precision_evaluation)
     }
 
@@ -445,7 +466,10 @@ impl Engine {
             return Err(self.wrong_state(UnitId::ROOT, "end_evaluation", "begin an evaluation first"));
         }
         self.coordinator.end_round();
+        self.coordinator.evaluate(false);
+        self.ahead.clear();
         self.drop_unused_gathers(None);
+        self.release_kept();
         self.reshard(UnitId::ROOT);
         self.end_loan();
         self.phase = Phase::Idle;

@@ -13,6 +13,15 @@ pub(crate) struct Unit {
     pub(crate) users: usize,
     /// Forward calls of the current micro-batch whose backward is still to come.
     pub(crate) calls: usize,
+    /// Whether the full parameters stay although nobody uses them, because they soon will be.
+    pub(crate) kept: bool,
+}
+
+impl Unit {
+    /// Elements of the full flat parameters, padding included.
+    pub(crate) fn padded_numel(&self) -> usize {
+        self.parts.iter().map(|part| part.layout().padded_numel()).sum()
+    }
 }
 
 /// All units of a model, the root first.

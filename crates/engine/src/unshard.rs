@@ -2,11 +2,11 @@
 
 use shardwise_comm::HostBuffer;
 use shardwise_comm::codec::encode_packed;
-use shardwise_core::Precision;
+use shardwise_core::{BackwardPrefetch, Precision};
 
 use crate::Result;
 use crate::config::UnitId;
-use crate::engine::Engine;
+use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventKind;
 use crate::handle::{GatherFrom, ParamState};
@@ -94,8 +94,106 @@ impl Engine {
         result
     }
 
-    pub(crate) fn prefetch(&mut self, unit: UnitId) -> Result<()> {
-        if self.config.prefetch { self.start_unshard(unit) } else { Ok(()) }
+    /// Starts the gathers of the units that are expected next in forward.
+    pub(crate) fn prefetch_forward(&mut self) -> Result<()> {
+        if !self.policy.forward_prefetch {
+            return Ok(());
+        }
+        let units = self.to_prefetch(self.coordinator.next_in_forward().iter().copied());
+        self.gather_ahead(units)
+    }
+
+    /// Starts the gathers of the units that are expected next in backward.
+    pub(crate) fn prefetch_backward(&mut self) -> Result<()> {
+        if self.policy.backward_prefetch == BackwardPrefetch::None {
+            return Ok(());
+        }
+        let units = self.to_prefetch(self.coordinator.next_in_backward());
+        self.gather_ahead(units)
+    }
+
+    fn gather_ahead(&mut self, units: Vec<UnitId>) -> Result<()> {
+        self.ahead.clone_from(&units);
+        units.into_iter().try_for_each(|unit| self.start_unshard(unit))
+    }
+
+    /// Gathers a unit for a call. One that nobody has foreseen means that the units gathered ahead are the wrong ones.
+    pub(crate) fn unshard_for_use(&mut self, unit: UnitId) -> Result<()> {
+        if !self.is_gathered(unit) {
+            self.ahead.clear();
+        }
+        self.unshard(unit)
+    }
+
+    /// The units that the policy wants gathered now, of those expected `next`.
+    fn to_prefetch(&self, next: impl Iterator<Item = UnitId>) -> Vec<UnitId> {
+        // A unit that is in use now is no prefetch.
+        let mut units: Vec<UnitId> = Vec::new();
+        for unit in next.filter(|unit| self.units[*unit].users == 0) {
+            if units.len() + 1 >= self.policy.limit_all_gathers {
+                break;
+            }
+            if !units.contains(&unit) {
+                units.push(unit);
+            }
+        }
+        let sizes = units.iter().map(|unit| (self.units[*unit].padded_numel(), self.is_gathered(*unit)));
+        let wanted = self.policy.ahead(sizes, self.live_elements());
+        units.truncate(wanted);
+        units
+    }
+
+    fn is_gathered(&self, unit: UnitId) -> bool {
+        self.units[unit].parts.iter().all(|part| !part.needs_unshard())
+    }
+
+    /// Elements of the units that are gathered or in flight.
+    fn live_elements(&self) -> usize {
+        let gathered = self.units.ids_without_root().filter(|unit| self.is_gathered(*unit));
+        gathered.map(|unit| self.units[unit].padded_numel()).sum()
+    }
+
+    /// Frees a unit after its forward, unless it is used again so soon that the policy keeps it.
+    pub(crate) fn reshard_after_forward(&mut self, unit: UnitId, training: bool) {
+        let keeps = training && self.policy.max_reuse_distance > 0 && {
+            let between = self.coordinator.until_reuse_after_forward(unit);
+            self.policy.keeps(self.elements_of(&between), self.live_elements())
+        };
+        self.keep_or_reshard(unit, keeps);
+    }
+
+    /// Frees a unit after the backward of a call, unless it is used again so soon that the policy keeps it.
+    pub(crate) fn reshard_after_backward(&mut self, unit: UnitId) {
+        let another_round = match self.phase {
+            Phase::Round { schedule, round } => round + 1 < schedule.rounds(),
+            _ => false,
+        };
+        let reshards = self.config.strategy.reshards_after_forward();
+        let keeps = reshards && self.policy.max_reuse_distance > 0 && {
+            let between = self.coordinator.until_reuse_after_backward(unit, another_round);
+            between.is_some_and(|between| self.policy.keeps(self.elements_of(&between), self.live_elements()))
+        };
+        self.keep_or_reshard(unit, keeps);
+    }
+
+    fn keep_or_reshard(&mut self, unit: UnitId, keeps: bool) {
+        self.units[unit].kept = keeps;
+        if !keeps {
+            self.reshard(unit);
+        }
+    }
+
+    fn elements_of(&self, units: &[UnitId]) -> usize {
+        units.iter().map(|unit| self.units[*unit].padded_numel()).sum()
+    }
+
+    /// Frees the units that were kept for reuse: the parameters are about to change.
+    pub(crate) fn release_kept(&mut self) {
+        for unit in self.units.ids_without_root() {
+            if std::mem::take(&mut self.units[unit].kept) {
+                self.reshard(unit);
+            }
+        }
     }
 
     /// A buffer for a gather: a free one, that of a prefetch which nobody has used, or a new one.
@@ -111,12 +209,13 @@ impl Engine {
         self.comm(taken)
     }
 
-    /// Frees units that are gathered or in flight while nobody computes with them and no backward will, but for `keep`.
+    /// Frees units that are gathered or in flight while nobody computes with them or will soon, but for `keep`.
     pub(crate) fn drop_unused_gathers(&mut self, keep: Option<UnitId>) {
         let until_backward = !self.config.strategy.reshards_after_forward();
         for id in self.units.ids_without_root() {
             let unit = &self.units[id];
-            if unit.users == 0 && !(until_backward && unit.calls > 0) && Some(id) != keep {
+            let is_expected = unit.kept || self.ahead.contains(&id) || (until_backward && unit.calls > 0);
+            if unit.users == 0 && !is_expected && Some(id) != keep {
                 self.reshard(id);
             }
         }

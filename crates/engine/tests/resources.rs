@@ -17,7 +17,7 @@ fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) ->
         strategy: config.strategy,
         optimizer: config.optimizer.kind(),
         schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
-        prefetch: config.prefetch,
+        gather: config.gather_policy(),
         shard_group: config.shard_group_size(ranks).expect("groups that fit"),
         precision: config.precision,
         unsharded_accumulation: config.accumulation == Accumulation::Unsharded,

@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
+use shardwise_core::{BackwardPrefetch, GatherPolicy, MixedPrecision, Precision, ShardingStrategy};
 use shardwise_engine::{
     Accumulation, DynamicScale, EngineConfig, LossScale, LrSchedule, NonFinite, OptimizerConfig,
 };
@@ -191,8 +191,33 @@ pub struct ShardingConfig {
     pub accumulate: Accumulation,
     /// Whether blocks keep only their input and compute their forward again in backward.
     pub recompute: bool,
-    /// Whether the next block is gathered while one computes.
+    /// Whether blocks are gathered while others compute.
     pub prefetch: bool,
+    /// Whether that goes for the forward.
+    pub forward_prefetch: bool,
+    /// When the next block of the backward is gathered.
+    pub backward_prefetch: BackwardPrefetch,
+    /// Blocks gathered at a time, the one in use included.
+    pub limit_all_gathers: usize,
+    /// Elements gathered ahead; the next block always fits.
+    pub prefetch_bucket_size: Option<usize>,
+    /// Elements gathered at a time: past it nothing is gathered ahead or kept.
+    pub max_live_parameters: Option<usize>,
+    /// A block that is used again before so many elements of others have been is not freed in between.
+    pub max_reuse_distance: usize,
+}
+
+impl ShardingConfig {
+    fn gather(&self) -> GatherPolicy {
+        GatherPolicy {
+            forward_prefetch: self.forward_prefetch,
+            backward_prefetch: self.backward_prefetch,
+            limit_all_gathers: self.limit_all_gathers,
+            prefetch_bucket_size: self.prefetch_bucket_size.unwrap_or(usize::MAX),
+            max_live_parameters: self.max_live_parameters.unwrap_or(usize::MAX),
+            max_reuse_distance: self.max_reuse_distance,
+        }
+    }
 }
 
 impl Default for ShardingConfig {
@@ -206,6 +231,12 @@ impl Default for ShardingConfig {
             accumulate: Accumulation::Sharded,
             recompute: false,
             prefetch: true,
+            forward_prefetch: true,
+            backward_prefetch: BackwardPrefetch::Pre,
+            limit_all_gathers: 2,
+            prefetch_bucket_size: None,
+            max_live_parameters: None,
+            max_reuse_distance: 0,
         }
     }
 }
@@ -399,6 +430,7 @@ impl Config {
             optimizer,
             clip_norm: train.clip_norm,
             prefetch: shard.prefetch,
+            gather: shard.gather(),
             ..EngineConfig::default()
         }
     }
@@ -469,7 +501,10 @@ fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
         "run" => keys_of(RunConfig::default(), &["output_dir"]),
         "data" => keys_of(DataConfig::default(), &["path", "tokenizer", "seq_len"]),
         "train" => keys_of(TrainConfig::default(), &["weight_decay", "momentum", "clip_norm", "loss_scale"]),
-        "shard" => keys_of(ShardingConfig::default(), &["shard_group"]),
+        "shard" => keys_of(
+            ShardingConfig::default(),
+            &["shard_group", "prefetch_bucket_size", "max_live_parameters"],
+        ),
         "model" => {
             let family = match table.get("family").and_then(Value::as_str) {
                 Some("llama") => LlamaConfig::KEYS,

@@ -36,7 +36,7 @@ pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan
         strategy: engine.strategy,
         optimizer: engine.optimizer.kind(),
         schedule,
-        prefetch: engine.prefetch,
+        gather: engine.gather_policy(),
         shard_group: engine.shard_group_size(config.run.ranks).map_err(RunError::user)?,
         precision: engine.precision,
         unsharded_accumulation: engine.accumulation == Accumulation::Unsharded,
