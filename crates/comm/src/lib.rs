@@ -25,6 +25,7 @@ pub mod pending;
 pub mod reduce;
 mod rendezvous;
 pub mod shm;
+pub mod testing;
 pub mod threads;
 pub mod transport;
 
