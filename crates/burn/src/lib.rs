@@ -7,6 +7,7 @@
 
 mod assemble;
 pub mod error;
+mod evaluate;
 pub mod kernels;
 pub mod model;
 pub mod ops;
@@ -19,6 +20,6 @@ mod walk;
 
 pub use assemble::model_layouts;
 pub use error::ShardError;
-pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome};
+pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome, StepWeights};
 pub use sharded::{Constants, Sharded};
 pub use source::ParamSource;

@@ -221,6 +221,7 @@ impl Engine {
         for at in self.units.places() {
             let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
             self.comm(reserved)?;
+            self.units[at].begin_step();
         }
         self.step += 1;
         (self.bytes_sent, self.gathered_bytes_peak) = (0, 0);
@@ -444,6 +445,19 @@ impl Engine {
             bytes_sent: self.bytes_sent,
             gathered_bytes_peak: self.gathered_bytes_peak,
         })
+    }
+
+    /// The trained parameters that had no gradient in the last step, by rank: what a router left out, or a loss that does not
+    /// reach them. A collective: every rank must call it.
+    ///
+    /// # Errors
+    /// In the middle of a step, and when a peer is lost or late.
+    pub fn params_without_gradient(&self) -> Result<Vec<Vec<String>>> {
+        self.expect_idle("params_without_gradient")?;
+        let own: Vec<&str> = self.units.handles().flat_map(FlatParamHandle::unused_params).collect();
+        let all = self.comm(self.group.all_gather_varied("unused parameters", own.join("\n").as_bytes()))?;
+        let paths = |bytes: &Vec<u8>| String::from_utf8_lossy(bytes).lines().map(String::from).collect();
+        Ok(all.iter().map(paths).collect())
     }
 
     /// Begins an evaluation: gathers the root; units are gathered for their calls and freed after them.

@@ -89,6 +89,8 @@ pub struct FlatParamHandle {
     pub(crate) partials: PartialSums,
     /// Whether a gradient has been summed in the current round.
     reduced: bool,
+    /// By parameter: whether this rank has written a gradient in the step.
+    used: Vec<bool>,
     /// The gradient's shard of the whole step, between the last reduction and the update.
     pub(crate) sum: Option<SharedBuffer>,
     statistics: Vec<HostBuffer>,
@@ -162,6 +164,7 @@ impl FlatParamHandle {
             gradient: GradientState::Absent,
             partials: PartialSums::default(),
             reduced: false,
+            used: Vec::new(),
             sum: None,
             statistics,
             segments,
@@ -322,6 +325,8 @@ impl FlatParamHandle {
         else {
             return Ok(());
         };
+        self.used.resize(written.len(), false);
+        self.used.iter_mut().zip(&written).for_each(|(used, written)| *used |= written);
         let flat = buffer.writable()?;
         for (param, _) in self.layout.params().iter().zip(&written).filter(|(_, written)| !**written) {
             flat[param.range()].fill(0.0);
@@ -335,6 +340,18 @@ impl FlatParamHandle {
             GradientState::Reducing(self.reduction(group, Some(buffer)))
         };
         Ok(())
+    }
+
+    /// Forgets which parameters have been used.
+    pub(crate) fn begin_step(&mut self) {
+        self.used.clear();
+    }
+
+    /// The paths of trained parameters for which this rank has written no gradient in the step.
+    pub(crate) fn unused_params(&self) -> impl Iterator<Item = &str> {
+        let trained = self.layout.params().iter().filter(|_| self.is_trainable());
+        let used = |index: usize| self.used.get(index).copied().unwrap_or(false);
+        trained.enumerate().filter(move |(index, _)| !used(*index)).map(|(_, param)| param.path.as_str())
     }
 
     /// Starts a reduction to which this rank contributes `source`, or zeros.

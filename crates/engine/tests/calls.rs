@@ -259,3 +259,38 @@ fn evaluation_frees_everything() {
         .expect("a world");
     }
 }
+
+/// Reported bug O5: the parameters without gradient are listed by rank.
+#[test]
+fn parameters_without_gradient_are_listed_by_rank() {
+    let lists = threads::run(2, DEADLINE, |group| {
+        let rank = group.rank();
+        let mut engine = Toy::new(2).engine(group, config(ShardingStrategy::FullShard, ADAMW));
+        for used in [rank, 1 - rank] {
+            let unit = UnitId::unit(used);
+            engine.begin_step(2).expect("idle");
+            engine.begin_round().expect("a round");
+            engine.enter_forward(unit);
+            engine.leave_forward(unit);
+            engine.enter_backward(unit);
+            for index in 0..3 {
+                engine.write_gradient(unit, 0, index, |window, _| window.fill(1.0));
+            }
+            engine.leave_backward(unit);
+            engine.end_round().expect("a round");
+            engine.end_step(0.1).expect("a step");
+        }
+        engine.params_without_gradient().expect("both ranks")
+    })
+    .expect("a world");
+    let without = |unused: usize, used: usize| {
+        let all = ["p0", "p1", "p2", "p3", "unused"].map(|p| format!("blocks.{unused}.{p}"));
+        let some = ["p3", "unused"].map(|p| format!("blocks.{used}.{p}"));
+        let root = ["root.p0", "root.unused"].map(String::from);
+        let blocks =
+            if unused < used { [&all[..], &some[..]].concat() } else { [&some[..], &all[..]].concat() };
+        [&root[..], &blocks[..]].concat()
+    };
+    // In the last step rank 0 used unit 1, and rank 1 unit 0.
+    assert_eq!(lists, vec![vec![without(0, 1), without(1, 0)]; 2]);
+}
