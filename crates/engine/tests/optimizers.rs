@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use common::given::{Given, Run, Values};
 use common::{ADAFACTOR, ADAM, ADAMW, LION, MOMENTUM, NESTEROV, SGD, STRATEGIES, config};
 use serde_json::Value;
-use shardwise_core::ShardingStrategy;
+use shardwise_core::{MixedPrecision, ShardingStrategy};
 use shardwise_engine::{DecayRule, EngineConfig, EngineError, MuonScale, OptimizerConfig, ParamGroups};
 
 const BETAS: [f64; 2] = [0.9, 0.95];
@@ -289,6 +289,10 @@ fn ranks_and_strategies_change_no_bit_of_any_optimizer() {
                     assert_eq!(trained, alone, "{optimizer:?} {strategy} {ranks}");
                 }
             }
+            // The gradients are given, so what is rounded on its way to compute leaves no trace in the masters.
+            let mut narrow = run(ShardingStrategy::FullShard, 2);
+            narrow.config.precision = MixedPrecision::BF16;
+            assert_eq!(given.train(narrow), alone, "{optimizer:?} through bf16");
             for (ranks, group) in [(2, 1), (4, 2), (4, 4)] {
                 let mut run = run(ShardingStrategy::HybridShard, ranks);
                 run.config.shard_group = Some(group);
