@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment};
-use shardwise_engine::{Engine, EngineConfig, Event, Ledger, StepReport};
+use shardwise_engine::{Engine, EngineConfig, Event, Ledger, ParamGroups, StateSlice, StepReport};
 
 use crate::assemble::{RootParam, describe, fill, layouts, link_units, places, root_leaves};
 use crate::error::ShardError;
@@ -77,10 +77,28 @@ impl<M: Module> ShardedModel<M> {
         config: ShardConfig,
         source: &dyn ParamSource,
     ) -> Result<Self, ShardError> {
+        Self::with_groups(group, module, config, source, &ParamGroups::default())
+    }
+
+    /// As [`ShardedModel::new`], with update rules of their own for some parameters; tied parameters are known by the path
+    /// that is met first.
+    ///
+    /// # Errors
+    /// As [`ShardedModel::new`], and when a rule is impossible or ranks disagree about it.
+    pub fn with_groups(
+        group: ProcessGroup,
+        module: M,
+        config: ShardConfig,
+        source: &dyn ParamSource,
+        groups: &ParamGroups,
+    ) -> Result<Self, ShardError> {
         let found = Found::in_module(&module)?;
         let (root, units) = layouts(&found, config.engine.shard_group_size(group.size())?)?;
-        group.check_agreement("models", &describe(root.iter().chain(units.iter().flatten()), &config))?;
-        let mut engine = Engine::new(group.clone(), root, units, config.engine)?;
+        let mut settings = describe(root.iter().chain(units.iter().flatten()), &config);
+        let params = root.iter().chain(units.iter().flatten()).flat_map(FlatLayout::params);
+        settings.extend(groups.describe(params));
+        group.check_agreement("models", &settings)?;
+        let mut engine = Engine::with_groups(group.clone(), root, units, config.engine, groups)?;
         let places = places(&found, &engine);
         let evaluation = fill(module, &mut engine, &places, (source, config.seed))?;
         let engine = SharedEngine::new(engine);
@@ -216,6 +234,31 @@ impl<M: Module> ShardedModel<M> {
         let result = compute(&self.evaluation);
         self.engine.lock().end_evaluation()?;
         Ok(result)
+    }
+
+    /// Lets `work` see the averages of the weights in their place: [`EngineConfig::ema_decay`]. It may evaluate and
+    /// export, but not train. Every rank must call it.
+    ///
+    /// # Errors
+    /// After a failure, when a peer is lost or late, and whatever `work` returns.
+    pub fn with_averages<T, E: From<ShardError>>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.engine.lock().swap_averages().map_err(ShardError::from)?;
+        let result = work(self);
+        let back = self.engine.lock().swap_averages().map_err(ShardError::from);
+        let value = result?;
+        back?;
+        Ok(value)
+    }
+
+    /// Shows every optimizer statistic of what this rank keeps, to save or to load it: each names its parameter by path.
+    ///
+    /// # Errors
+    /// After a failure.
+    pub fn each_state(&mut self, see: impl FnMut(StateSlice<'_>)) -> Result<(), ShardError> {
+        Ok(self.engine.lock().each_state(see)?)
     }
 
     /// Shows every parameter whole, one unit at a time, in the order of the module walk: `see(path, shape, values)`. A

@@ -259,7 +259,7 @@ fn a_model_walks_its_ties_once() {
     let results = threads::run(2, DEADLINE, |group| {
         let model = Tied { first: linear.clone(), second: linear.clone() };
         let mut config = config(ShardingStrategy::FullShard);
-        config.engine.optimizer = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        config.engine.optimizer = OptimizerConfig::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 };
         config.engine.clip_norm = None;
         let mut model = ShardedModel::new(group, model, config, &()).expect("sharded");
         assert_eq!(model.layouts()[0].shared_params()[0].path, "second.weight");

@@ -172,6 +172,20 @@ impl Loan {
         Ok(())
     }
 
+    /// Copies elements of `peer`'s buffer, from `start` on, into `dest`, as f32. No elements are read without waiting for anyone.
+    ///
+    /// # Errors
+    /// As [`Loan::gather`], and when the peer's buffer is too short.
+    pub fn read(&self, peer: usize, start: usize, dest: &mut [f32]) -> Result<()> {
+        if dest.is_empty() {
+            return Ok(());
+        }
+        let width = self.precision.bytes();
+        let window = self.started.window(peer, Some(start * width..(start + dest.len()) * width))?;
+        take(window.bytes(), dest, self.precision);
+        Ok(())
+    }
+
     /// Tells the peers that this rank has read all it needs.
     pub fn finish(mut self) {
         self.started.finish();

@@ -7,6 +7,7 @@
 //! - [`plan`]: the memory a rank needs and the bytes it sends, known before anything is allocated.
 //! - [`gather`]: which units are gathered ahead, and which stay.
 //! - [`precision`]: in which type numbers travel.
+//! - [`statistics`]: what optimizers keep and need beside parameters and gradients.
 //! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
 
 #![forbid(unsafe_code)]
@@ -20,15 +21,17 @@ pub mod reduction;
 pub mod schedule;
 pub mod seed;
 pub mod shard;
+pub mod statistics;
 pub mod strategy;
 
 pub use error::{LayoutError, PlanError};
 pub use gather::{BackwardPrefetch, GatherPolicy};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
-pub use plan::{MemoryPlan, OptimizerKind, PlanInput, Purpose, UnitSize};
+pub use plan::{MemoryPlan, PlanInput, Purpose, UnitSize};
 pub use precision::{MixedPrecision, Precision, pre_divisor};
 pub use reduction::{CarryCounter, max_partials};
 pub use schedule::{RoundAssignment, StepSchedule};
 pub use seed::seed_for;
 pub use shard::{ShardMetadata, ShardedParam};
+pub use statistics::{OptimizerKind, OptimizerPlan, ScratchSize, StatisticsSize};
 pub use strategy::ShardingStrategy;

@@ -7,14 +7,15 @@
 //! | purpose | `full_shard`, `W >= 2` | `shard_grad_op`, `W >= 2` | `no_shard`, `W >= 2` | `W = 1` |
 //! |---|---|---|---|---|
 //! | parameters | `4 S` | `4 S` | `4` x all | `4 S` |
-//! | optimizer state (AdamW; SGD with momentum half, without none) | `8 S` | `8 S` | `8` x all | `8 S` |
+//! | optimizer state (AdamW, Adam; SGD with momentum and Lion half, SGD without none) | `8 S` | `8 S` | `8` x all | `8 S` |
+//! | averages of the weights, if asked for | `4 S` | `4 S` | `4` x all | `4 S` |
 //! | partial gradient sums | `4 L S` | `4 L S` | `4 L S` | `4 L S` |
 //! | gathered root | `4 P_r` | `4 P_r` | 0 | 0 |
 //! | gathered units | `4 P_u min(n, 1 + prefetch)`; with other policies [`GatherPolicy::slots`] | `4` x all units | 0 | 0 |
 //! | full gradient of the root | `4 P_r` | `4 P_r` | `4 P_r` | `4 P_r` |
 //! | full gradient of one unit | `4 P_u` | `4 P_u` | `4 P_u` | `4 P_u` |
 //!
-//! Frozen parameters count for parameters and gathers only.
+//! Adafactor, Muon and parameter groups: [`crate::statistics`]. Frozen parameters count for parameters and gathers only.
 //!
 //! Variations. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
 //! of one round. With a `param_dtype` below f32 a rank holds `2 S` of low-precision parameters where it gathers from
@@ -28,6 +29,7 @@ use crate::layout::FlatLayout;
 use crate::precision::MixedPrecision;
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
+use crate::statistics::{OptimizerPlan, PlannedStatistics};
 use crate::strategy::ShardingStrategy;
 
 /// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
@@ -40,6 +42,10 @@ pub enum Purpose {
     Parameters,
     /// The optimizer's statistics for them.
     OptimizerState,
+    /// The average of the weights over steps.
+    WeightAverages,
+    /// Where optimizers that look at whole parameters work.
+    OptimizerScratch,
     /// Partial sums of the gradient's shard.
     GradientShards,
     /// The root unit's full parameters, gathered for a step.
@@ -58,9 +64,11 @@ pub enum Purpose {
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 9] = [
+    pub const ALL: [Purpose; 11] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
+        Purpose::WeightAverages,
+        Purpose::OptimizerScratch,
         Purpose::GradientShards,
         Purpose::GatheredRoot,
         Purpose::GatheredUnits,
@@ -75,6 +83,8 @@ impl Purpose {
         match self {
             Purpose::Parameters => "parameters",
             Purpose::OptimizerState => "optimizer state",
+            Purpose::WeightAverages => "weight averages",
+            Purpose::OptimizerScratch => "optimizer scratch",
             Purpose::GradientShards => "gradient shards",
             Purpose::GatheredRoot => "gathered root",
             Purpose::GatheredUnits => "gathered units",
@@ -89,28 +99,6 @@ impl Purpose {
 impl fmt::Display for Purpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-/// The statistics an optimizer keeps for each element.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OptimizerKind {
-    /// Two moments.
-    AdamW,
-    /// One momentum buffer.
-    SgdMomentum,
-    /// Nothing.
-    Sgd,
-}
-
-impl OptimizerKind {
-    /// f32 statistics kept for each parameter element.
-    pub fn states(self) -> usize {
-        match self {
-            OptimizerKind::AdamW => 2,
-            OptimizerKind::SgdMomentum => 1,
-            OptimizerKind::Sgd => 0,
-        }
     }
 }
 
@@ -151,8 +139,8 @@ pub struct PlanInput {
     pub root: UnitSize,
     /// How state is spread.
     pub strategy: ShardingStrategy,
-    /// Which statistics are kept.
-    pub optimizer: OptimizerKind,
+    /// What the update keeps and needs.
+    pub optimizer: OptimizerPlan,
     /// Micro-batches and ranks of a step.
     pub schedule: StepSchedule,
     /// Which units are gathered ahead of their use, and which stay.
@@ -269,7 +257,12 @@ impl Sizes {
         let gathers = input.gathers_from_peers() || input.precision.param_dtype.is_low();
         match purpose {
             Purpose::Parameters => both(kept),
-            Purpose::OptimizerState => kept[0] * input.optimizer.states() as u64,
+            Purpose::OptimizerState => match input.optimizer.statistics {
+                PlannedStatistics::PerElement(states) => kept[0] * states as u64,
+                PlannedStatistics::Elements(numel) => numel as u64,
+            },
+            Purpose::WeightAverages => kept[0] * u64::from(input.optimizer.average),
+            Purpose::OptimizerScratch => input.optimizer.scratch as u64,
             Purpose::GradientShards => self.shards[0] * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
             Purpose::GatheredUnits if !gathers => 0,

@@ -1,8 +1,8 @@
 //! The schedule of micro-batches and the memory plan's formulas.
 
 use shardwise_core::{
-    MemoryPlan, OptimizerKind, PlanError, PlanInput, Purpose, RoundAssignment, ShardingStrategy,
-    StepSchedule, UnitSize,
+    MemoryPlan, OptimizerKind, OptimizerPlan, PlanError, PlanInput, Purpose, RoundAssignment,
+    ShardingStrategy, StepSchedule, UnitSize,
 };
 
 #[test]
@@ -43,7 +43,7 @@ fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rou
         units: vec![UnitSize { trainable: 103, frozen: 0 }; 4],
         root: UnitSize { trainable: 57, frozen: 0 },
         strategy,
-        optimizer,
+        optimizer: OptimizerPlan::per_element(optimizer.states(1)),
         schedule: StepSchedule::of_micro_batches(ranks * rounds, ranks).expect("enough micro-batches"),
         gather: shardwise_core::GatherPolicy::default(),
         shard_group: ranks,

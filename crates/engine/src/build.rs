@@ -14,10 +14,12 @@ use crate::error::EngineError;
 use crate::events::EventLog;
 use crate::handle::{FlatParamHandle, HandleConfig};
 use crate::ledger::Ledger;
+use crate::optimizer::ParamGroups;
 use crate::pool::Pools;
 use crate::replicas::Replicas;
 use crate::scale::LossScaler;
 use crate::unit::{Place, Units};
+use crate::whole::Whole;
 
 impl Engine {
     /// Allocates the shards of the root and of the units, all zero. Each has one flat parameter, or one that is trained and
@@ -32,6 +34,20 @@ impl Engine {
         units: Vec<Vec<FlatLayout>>,
         config: EngineConfig,
     ) -> Result<Self> {
+        Self::with_groups(group, root, units, config, &ParamGroups::new())
+    }
+
+    /// As [`Engine::new`], with update rules of their own for some parameters.
+    ///
+    /// # Errors
+    /// As [`Engine::new`], and when a rule is impossible.
+    pub fn with_groups(
+        group: ProcessGroup,
+        root: Vec<FlatLayout>,
+        units: Vec<Vec<FlatLayout>>,
+        config: EngineConfig,
+        groups: &ParamGroups,
+    ) -> Result<Self> {
         config.check()?;
         let mut ledger = Ledger::default();
         let pools = Pools::new(&units, &config);
@@ -43,19 +59,20 @@ impl Engine {
         let handle_config = HandleConfig {
             strategy: config.strategy,
             precision: config.precision,
-            optimizer: config.optimizer,
-            decay: config.decay,
+            average: config.ema_decay.is_some(),
             world: group.size(),
             first_sharer: rank / shards.size() * shards.size(),
         };
         let mut numel = 0;
         let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
-            let handle = |layout| {
-                let handle = FlatParamHandle::new(layout, numel, &shards, &handle_config, &mut ledger)?;
+            let handle = |layout: FlatLayout| {
+                let rules = if layout.requires_grad() { groups.rules(&config, &layout)? } else { Vec::new() };
+                let how = (&handle_config, rules.as_slice());
+                let handle = FlatParamHandle::new(layout, numel, &shards, how, &mut ledger).map_err(comm)?;
                 numel = handle.span().end;
                 Ok(handle)
             };
-            layouts.into_iter().map(handle).collect::<shardwise_comm::Result<Vec<_>>>().map_err(comm)
+            layouts.into_iter().map(handle).collect()
         };
         let root = handles(root)?;
         let units = units.into_iter().map(handles).collect::<Result<Vec<_>>>()?;
@@ -66,7 +83,11 @@ impl Engine {
             params.writable().map_err(comm)?.fill(f32::NAN);
         }
         units.handles().for_each(|handle| handle.settle(params.as_ptr()));
+        let whole = Whole::new(&units, &group, &mut ledger).map_err(comm)?;
         let mut engine = Self {
+            whole,
+            averaged: 0,
+            averages_swapped: false,
             low: None,
             low_version: None,
             version: 0,

@@ -67,6 +67,9 @@ pub struct EngineConfig {
     pub prefetch: bool,
     /// How far ahead, and how long units stay.
     pub gather: GatherPolicy,
+    /// The part of their average that the weights keep at each step: see [`crate::Engine::swap_averages`]. `None` keeps
+    /// none.
+    pub ema_decay: Option<f64>,
 }
 
 impl Default for EngineConfig {
@@ -80,12 +83,13 @@ impl Default for EngineConfig {
             divisor: Divisor::MicroBatches,
             accumulation: Accumulation::Sharded,
             non_finite: NonFinite::Error,
-            optimizer: OptimizerConfig::AdamW { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 },
+            optimizer: OptimizerConfig::ADAMW,
             decay: DecayRule::MatricesOnly,
             clip_norm: None,
             norm: Norm::L2,
             prefetch: true,
             gather: GatherPolicy::default(),
+            ema_decay: None,
         }
     }
 }
@@ -112,6 +116,8 @@ impl EngineConfig {
         self.precision.check(self.loss_scale.is_scaled())?;
         self.loss_scale.check().map_err(EngineError::Usage)?;
         self.gather.check()?;
+        self.optimizer.check().map_err(|message| EngineError::Usage(format!("the optimizer: {message}")))?;
+        crate::average::check_decay(self.ema_decay)?;
         match self.divisor {
             Divisor::Custom(divisor) if !(divisor.is_finite() && divisor != 0.0) => Err(EngineError::Usage(
                 format!("the gradient's divisor is {divisor}; it must be a number other than 0"),
@@ -190,6 +196,8 @@ pub struct StepReport {
     pub loss_scale: f64,
     /// Bytes of parameters and gradients that this rank sent to others.
     pub bytes_sent: u64,
+    /// Bytes that it sent for optimizers that look at whole parameters.
+    pub update_bytes_sent: u64,
     /// The most bytes of full parameters (root and units) that this rank held at a time.
     pub gathered_bytes_peak: u64,
 }

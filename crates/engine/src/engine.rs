@@ -21,11 +21,12 @@ use crate::events::{Event, EventKind, EventLog};
 use crate::handle::{FlatParamHandle, ParamState};
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
-use crate::optimizer::Update;
+use crate::optimizer::StepUpdate;
 use crate::pool::Pools;
 use crate::replicas::Replicas;
 use crate::scale::LossScaler;
 use crate::unit::{Place, Units};
+use crate::whole::Whole;
 
 /// What the engine is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +92,11 @@ pub struct Engine {
     /// The sum of this rank's weights of the step.
     pub(crate) weight: f64,
     pub(crate) unsharded_reserved: bool,
+    /// What optimizers need that look at whole parameters.
+    pub(crate) whole: Whole,
+    /// Steps that the averages of the weights have seen, and whether they have changed places with the weights.
+    pub(crate) averaged: u64,
+    pub(crate) averages_swapped: bool,
     pub(crate) bytes_sent: u64,
     pub(crate) gathered_bytes: u64,
     pub(crate) gathered_bytes_peak: u64,
@@ -211,6 +217,7 @@ impl Engine {
     /// When there are fewer micro-batches than ranks, in the middle of a step, after a failure, or when a peer is lost.
     pub fn begin_step(&mut self, micro_batches: usize) -> Result<StepSchedule> {
         self.expect_idle("begin_step")?;
+        self.expect_weights()?;
         let schedule = StepSchedule::of_micro_batches(micro_batches, self.group.size())?;
         let reductions = match self.config.accumulation {
             Accumulation::Sharded => schedule.rounds(),
@@ -224,7 +231,7 @@ impl Engine {
             self.units[at].begin_step();
         }
         self.step += 1;
-        (self.bytes_sent, self.gathered_bytes_peak) = (0, 0);
+        (self.bytes_sent, self.gathered_bytes_peak, self.whole.bytes_sent) = (0, 0, 0);
         self.weight = 0.0;
         self.phase = Phase::Step { schedule, round: 0 };
         self.gather_ahead_of_round(false)?;
@@ -427,10 +434,12 @@ impl Engine {
         let (grad_norm, skipped) = self.judge(grad_norm)?;
         let clip = clip_coefficient(grad_norm, self.config.clip_norm);
         if skipped.is_none() {
-            let update = Update { config: self.config.optimizer, lr, count: 0, clip, decay: false };
+            let update = StepUpdate { lr, clip };
+            self.update_whole(update)?;
             for at in self.units.places() {
                 self.update(at, update)?;
             }
+            self.average()?;
             self.version += 1;
             self.updates += 1;
         }
@@ -443,6 +452,7 @@ impl Engine {
             skipped,
             loss_scale,
             bytes_sent: self.bytes_sent,
+            update_bytes_sent: self.whole.bytes_sent,
             gathered_bytes_peak: self.gathered_bytes_peak,
         })
     }
@@ -498,7 +508,7 @@ impl Engine {
         self.events.push(Event { step: self.step, round, unit, kind });
     }
 
-    fn wrong_state(&self, unit: UnitId, call: &'static str, remedy: &'static str) -> EngineError {
+    pub(crate) fn wrong_state(&self, unit: UnitId, call: &'static str, remedy: &'static str) -> EngineError {
         let summaries: Vec<String> = self.units[unit].parts.iter().map(FlatParamHandle::summary).collect();
         let unit = if unit.is_root() { "`root`".to_string() } else { summaries.join(" and ") };
         EngineError::State { unit, state: self.phase.name(), call, remedy }
@@ -509,7 +519,7 @@ impl Engine {
         result.map_err(|source| EngineError::Comm { rank: self.group.rank(), source })
     }
 
-    fn expect_idle(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn expect_idle(&self, call: &'static str) -> Result<()> {
         self.check_failure()?;
         if self.phase == Phase::Idle {
             return Ok(());

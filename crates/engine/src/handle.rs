@@ -12,7 +12,8 @@ use shardwise_core::{FlatLayout, MixedPrecision, Precision, Purpose, ShardMetada
 
 use crate::ledger::Ledger;
 use crate::norm::{Norm, PartialNorm};
-use crate::optimizer::{DecayRule, OptimizerConfig, Update};
+use crate::optimizer::state::{Kept, UpdateState};
+use crate::optimizer::{ParamRule, StateSlice, StepUpdate};
 use crate::partial::PartialSums;
 use crate::replicas::Replicas;
 use crate::view::FlatView;
@@ -59,17 +60,10 @@ pub(crate) enum GradientState {
     Deferred(SharedBuffer),
 }
 
-/// A run of owned elements that one update rule serves.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Segment {
-    range: Range<usize>,
-    decay: bool,
-}
-
 /// One unit's flat parameter on one rank.
 #[derive(Debug)]
 pub struct FlatParamHandle {
-    layout: FlatLayout,
+    pub(crate) layout: FlatLayout,
     precision: MixedPrecision,
     /// Ranks that read this rank's part of a gather.
     readers: usize,
@@ -78,9 +72,9 @@ pub struct FlatParamHandle {
     /// Ranks, this one included, that keep the same elements in a hybrid layout.
     replicas: usize,
     /// The elements of the flat parameter that this rank keeps, without padding.
-    owned: Range<usize>,
+    pub(crate) owned: Range<usize>,
     /// The elements whose gradient this rank sums, without padding: its shard.
-    shard: Range<usize>,
+    pub(crate) shard: Range<usize>,
     /// Where they lie in the engine's parameters, padding included.
     span: Range<usize>,
     pub(crate) view: Arc<FlatView>,
@@ -93,9 +87,9 @@ pub struct FlatParamHandle {
     used: Vec<bool>,
     /// The gradient's shard of the whole step, between the last reduction and the update.
     pub(crate) sum: Option<SharedBuffer>,
-    statistics: Vec<HostBuffer>,
-    segments: Vec<Segment>,
-    updates: u64,
+    pub(crate) state_of_update: UpdateState,
+    /// The average of the owned parameters over steps, if it is asked for.
+    pub(crate) average: Option<HostBuffer>,
 }
 
 /// What all handles of an engine share.
@@ -103,8 +97,8 @@ pub struct FlatParamHandle {
 pub(crate) struct HandleConfig {
     pub(crate) strategy: ShardingStrategy,
     pub(crate) precision: MixedPrecision,
-    pub(crate) optimizer: OptimizerConfig,
-    pub(crate) decay: DecayRule,
+    /// Whether the average of the parameters is kept.
+    pub(crate) average: bool,
     /// All ranks.
     pub(crate) world: usize,
     /// The first of those that share one copy of the model with this one.
@@ -123,12 +117,13 @@ pub(crate) enum GatherFrom<'a> {
 }
 
 impl FlatParamHandle {
-    /// Allocates the statistics. The parameters lie behind `start` elements of others; `group` shares one copy of them.
+    /// Allocates the statistics. The parameters lie behind `start` elements of others; `group` shares one copy of them, and
+    /// `rules` update them.
     pub(crate) fn new(
         layout: FlatLayout,
         start: usize,
         group: &ProcessGroup,
-        config: &HandleConfig,
+        (config, rules): (&HandleConfig, &[ParamRule]),
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
         let shard = layout.shard_range(group.rank());
@@ -136,14 +131,14 @@ impl FlatParamHandle {
         let (owned, numel) =
             if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
         ledger.add(Purpose::Parameters, numel);
-        let states = if layout.requires_grad() { config.optimizer.kind().states() } else { 0 };
-        let statistics = (0..states)
-            .map(|_| {
-                ledger.add(Purpose::OptimizerState, numel);
-                HostBuffer::new(numel)
-            })
-            .collect::<Result<_, _>>()?;
-        let segments = segments(&layout, &owned, config.decay);
+        let kept = Kept { owned: owned.clone(), shard: shard.clone(), whole };
+        let state_of_update = UpdateState::new(&layout, &kept, rules, ledger)?;
+        let average = if config.average && layout.requires_grad() {
+            ledger.add(Purpose::WeightAverages, numel);
+            Some(HostBuffer::new(numel)?)
+        } else {
+            None
+        };
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
         let state = if whole && !config.precision.param_dtype.is_low() {
             ParamState::Resident
@@ -166,9 +161,8 @@ impl FlatParamHandle {
             reduced: false,
             used: Vec::new(),
             sum: None,
-            statistics,
-            segments,
-            updates: 0,
+            state_of_update,
+            average,
         })
     }
 
@@ -517,18 +511,23 @@ impl FlatParamHandle {
 
     /// Updates the owned parameters from `whole`, the full gradient, or from the gradient's shard; gives the shard's
     /// buffer back to the partial sums.
-    pub(crate) fn update(&mut self, update: Update, params: &mut [f32], whole: Option<&SharedBuffer>) {
+    pub(crate) fn update(&mut self, update: StepUpdate, params: &mut [f32], whole: Option<&SharedBuffer>) {
         let Some(sum) = self.sum.take() else { return };
-        self.updates += 1;
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
-        for segment in &self.segments {
-            let range = segment.range.clone();
-            let mut statistics: Vec<&mut [f32]> =
-                self.statistics.iter_mut().map(|s| &mut s.as_mut_slice()[range.clone()]).collect();
-            let update = Update { count: self.updates, decay: segment.decay, ..update };
-            update.apply(&mut params[range.clone()], &gradient[range], &mut statistics);
-        }
+        self.state_of_update.update(update, &self.owned, params, gradient);
         self.partials.give_back(sum);
+    }
+
+    /// How often the parameters have been updated.
+    pub fn updates(&self) -> u64 {
+        self.state_of_update.next_count() - 1
+    }
+
+    /// Shows the optimizer's statistics of what this rank keeps, by parameter.
+    pub(crate) fn each_state(&mut self, see: &mut dyn FnMut(StateSlice<'_>)) {
+        let whole = self.owned.len() == self.layout.numel();
+        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole };
+        self.state_of_update.each(&self.layout, &kept, see);
     }
 
     /// Drops the step's gradient.
@@ -559,21 +558,4 @@ impl FlatParamHandle {
 /// The part of a buffer of the pool that a flat parameter needs.
 fn dest_of<'a>(buffer: &'a mut HostBuffer, layout: &FlatLayout) -> &'a mut [f32] {
     &mut buffer.as_mut_slice()[..layout.padded_numel()]
-}
-
-/// The owned elements in runs that decay or do not.
-fn segments(layout: &FlatLayout, owned: &Range<usize>, rule: DecayRule) -> Vec<Segment> {
-    let mut segments: Vec<Segment> = Vec::new();
-    for param in layout.params() {
-        let range = param.range().start.max(owned.start)..param.range().end.min(owned.end);
-        if range.start >= range.end {
-            continue;
-        }
-        let (range, decay) = (range.start - owned.start..range.end - owned.start, rule.applies(param));
-        match segments.last_mut() {
-            Some(last) if last.decay == decay && last.range.end == range.start => last.range.end = range.end,
-            _ => segments.push(Segment { range, decay }),
-        }
-    }
-    segments
 }

@@ -11,6 +11,7 @@
 //! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
+mod average;
 mod build;
 pub mod config;
 pub mod coordinator;
@@ -30,6 +31,7 @@ pub mod scale;
 mod unit;
 mod unshard;
 pub mod view;
+mod whole;
 
 pub use config::{
     Accumulation, Divisor, EngineConfig, MAX_SKIPS, NonFinite, NonFiniteElement, StepReport, UnitId,
@@ -41,7 +43,9 @@ pub use handle::{FlatParamHandle, ParamStatus};
 pub use ledger::Ledger;
 pub use lr::LrSchedule;
 pub use norm::Norm;
-pub use optimizer::{DecayRule, OptimizerConfig};
+pub use optimizer::{
+    DecayRule, GroupLr, GroupRule, MuonScale, OptimizerConfig, ParamGroups, ParamRule, StateSlice,
+};
 pub use scale::{DynamicScale, LossScale, LossScaler};
 pub use view::FlatView;
 

@@ -11,8 +11,8 @@ const LANES: usize = 8;
 /// An unevaluated sum of two f64.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct DoubleDouble {
-    high: f64,
-    low: f64,
+    pub(crate) high: f64,
+    pub(crate) low: f64,
 }
 
 impl DoubleDouble {
@@ -47,7 +47,7 @@ impl DoubleDouble {
 }
 
 #[inline(always)]
-fn two_sum(a: f64, b: f64) -> (f64, f64) {
+pub(crate) fn two_sum(a: f64, b: f64) -> (f64, f64) {
     let sum = a + b;
     let part = sum - a;
     (sum, (a - (sum - part)) + (b - part))
@@ -79,14 +79,27 @@ impl Norm {
                 if divisor != 1.0 {
                     gradient.iter_mut().for_each(|g| *g /= divisor);
                 }
-                match self {
-                    Norm::L2 => power_sum(gradient, |x| x * x),
-                    Norm::L1 => power_sum(gradient, f64::abs),
-                    Norm::Lp(p) => power_sum(gradient, |x| x.abs().powf(p)),
-                    Norm::Max => DoubleDouble { high: largest(gradient), low: 0.0 },
-                }
+                self.measure_here(gradient)
             },
         )
+    }
+
+    /// Measures every element.
+    pub fn measure(self, values: &[f32]) -> PartialNorm {
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || self.measure_here(values),
+        )
+    }
+
+    #[inline(always)]
+    fn measure_here(self, values: &[f32]) -> PartialNorm {
+        match self {
+            Norm::L2 => power_sum(values, |x| x * x),
+            Norm::L1 => power_sum(values, f64::abs),
+            Norm::Lp(p) => power_sum(values, |x| x.abs().powf(p)),
+            Norm::Max => DoubleDouble { high: largest(values), low: 0.0 },
+        }
     }
 
     /// Puts two parts together.
@@ -122,7 +135,7 @@ fn largest(values: &[f32]) -> f64 {
 }
 
 #[inline(always)]
-fn power_sum(values: &[f32], power: impl Fn(f64) -> f64) -> DoubleDouble {
+pub(crate) fn power_sum(values: &[f32], power: impl Fn(f64) -> f64) -> DoubleDouble {
     let mut high = [0.0f64; LANES];
     let mut low = [0.0f64; LANES];
     let (body, tail) = values.as_chunks::<LANES>();

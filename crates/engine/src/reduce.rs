@@ -10,7 +10,7 @@ use crate::error::EngineError;
 use crate::events::EventKind;
 use crate::handle::{FlatParamHandle, GradientState};
 use crate::norm::PartialNorm;
-use crate::optimizer::Update;
+use crate::optimizer::StepUpdate;
 use crate::unit::Place;
 
 impl Engine {
@@ -279,7 +279,7 @@ impl Engine {
     }
 
     /// Updates one flat parameter that has a gradient.
-    pub(crate) fn update(&mut self, at: Place, update: Update) -> Result<()> {
+    pub(crate) fn update(&mut self, at: Place, update: StepUpdate) -> Result<()> {
         if self.units[at].sum.is_none() {
             return Ok(());
         }

@@ -2,20 +2,22 @@
 
 mod common;
 
-use common::{ADAMW, DEADLINE, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
+use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    MemoryPlan, MixedPrecision, PlanInput, Precision, Purpose, ShardingStrategy, StepSchedule, UnitSize,
+    FlatLayout, MemoryPlan, MixedPrecision, PlanInput, Precision, Purpose, ShardingStrategy, StepSchedule,
+    UnitSize,
 };
-use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, UnitId};
+use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
 
 fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) -> MemoryPlan {
-    let (root, units) = toy.layouts(ranks);
+    let (root, units) = toy.layouts(config.shard_group_size(ranks).expect("groups that fit"));
+    let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
     MemoryPlan::new(&PlanInput {
         units: units.iter().map(UnitSize::of).collect(),
         root: UnitSize::of(&root),
         strategy: config.strategy,
-        optimizer: config.optimizer.kind(),
+        optimizer: ParamGroups::default().plan(config, &layouts).expect("a possible optimizer"),
         schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
         gather: config.gather_policy(),
         shard_group: config.shard_group_size(ranks).expect("groups that fit"),
@@ -47,16 +49,22 @@ fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfi
 #[test]
 fn the_ledger_equals_the_plan_to_the_byte() {
     for strategy in STRATEGIES {
-        for optimizer in [ADAMW, MOMENTUM, SGD] {
+        for optimizer in [ADAMW, ADAM, MOMENTUM, SGD, LION, ADAFACTOR, OptimizerConfig::MUON] {
             for (ranks, micro_batches) in [(1, 1), (1, 3), (2, 2), (2, 6), (3, 8), (4, 4), (4, 28)] {
-                for (units, prefetch) in [(3, true), (3, false), (2, true), (1, true), (0, true)] {
+                for (units, prefetch, ema_decay) in [
+                    (3, true, Some(0.9)),
+                    (3, false, None),
+                    (2, true, None),
+                    (1, true, None),
+                    (0, true, Some(0.9)),
+                ] {
                     let frozen = if units == 3 { vec![vec![4, 2], vec![3]] } else { vec![] };
                     let toy = Toy { frozen, ..Toy::new(units) };
                     check_plan(
                         &toy,
                         ranks,
                         micro_batches,
-                        EngineConfig { prefetch, ..config(strategy, optimizer) },
+                        EngineConfig { prefetch, ema_decay, ..config(strategy, optimizer) },
                     );
                 }
             }
@@ -83,9 +91,11 @@ fn variations_of_the_plan() {
         for precision in [MixedPrecision::default(), MixedPrecision::BF16, both_low] {
             for accumulation in [Accumulation::Sharded, Accumulation::Unsharded] {
                 for micro_batches in [ranks, 3 * ranks] {
-                    let base = config(strategy, ADAMW);
-                    let config = EngineConfig { shard_group, precision, accumulation, ..base };
-                    check_plan(&toy, ranks, micro_batches, config);
+                    for optimizer in [ADAMW, ADAFACTOR, OptimizerConfig::MUON] {
+                        let base = config(strategy, optimizer);
+                        let config = EngineConfig { shard_group, precision, accumulation, ..base };
+                        check_plan(&toy, ranks, micro_batches, config);
+                    }
                 }
             }
         }
@@ -94,10 +104,13 @@ fn variations_of_the_plan() {
 
 #[test]
 fn nothing_is_allocated_after_the_second_step() {
-    for strategy in STRATEGIES {
+    let runs = STRATEGIES.into_iter().flat_map(|strategy| {
+        [ADAMW, ADAFACTOR, OptimizerConfig::MUON].map(|optimizer| (strategy, optimizer))
+    });
+    for (strategy, optimizer) in runs {
         let toy = Toy::new(4);
         threads::run(2, DEADLINE, |group| {
-            let mut engine = toy.engine(group, config(strategy, ADAMW));
+            let mut engine = toy.engine(group, config(strategy, optimizer));
             for _ in 0..2 {
                 compute_step(&mut engine, 6, 0.1).expect("a step");
             }

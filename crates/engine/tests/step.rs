@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ADAMW, MOMENTUM, Reference, SGD, STRATEGIES, Toy, config, train};
+use common::{ADAM, ADAMW, LION, MOMENTUM, NESTEROV, Reference, SGD, STRATEGIES, Toy, config, train};
 use shardwise_core::ShardingStrategy;
 use shardwise_engine::Norm;
 
@@ -46,7 +46,7 @@ fn every_strategy_and_world_equals_the_reference() {
 
 #[test]
 fn every_optimizer_equals_the_reference() {
-    for optimizer in [ADAMW, MOMENTUM, SGD] {
+    for optimizer in [ADAMW, ADAM, MOMENTUM, NESTEROV, SGD, LION] {
         for strategy in STRATEGIES {
             assert_equal_to_reference(&Toy::new(2), 3, 6, config(strategy, optimizer));
         }

@@ -67,6 +67,8 @@ enum Bench {
     Comm(bench::comm::CommArgs),
     /// The time and memory of a training step: a JSON line
     Step(bench::step::StepArgs),
+    /// The rate of AdamW's update beside a plain copy's: JSON lines
+    Optimizer(bench::optimizer::OptimizerArgs),
 }
 
 impl Cli {
@@ -86,6 +88,7 @@ impl Cli {
             }
             Command::Bench(Bench::Comm(args)) => bench::comm::run(&args),
             Command::Bench(Bench::Step(args)) => bench::step::run(&args),
+            Command::Bench(Bench::Optimizer(args)) => bench::optimizer::run(&args),
         }
     }
 }

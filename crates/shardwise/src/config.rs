@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use shardwise_core::{BackwardPrefetch, GatherPolicy, MixedPrecision, Precision, ShardingStrategy};
 use shardwise_engine::{
-    Accumulation, DynamicScale, EngineConfig, LossScale, LrSchedule, NonFinite, OptimizerConfig,
+    Accumulation, DynamicScale, EngineConfig, LossScale, LrSchedule, MuonScale, NonFinite, OptimizerConfig,
 };
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
@@ -96,14 +96,20 @@ pub struct TrainConfig {
     pub optimizer: OptimizerName,
     /// The (peak) learning rate.
     pub lr: f64,
-    /// AdamW's decay rates.
-    pub betas: [f64; 2],
-    /// AdamW's epsilon.
+    /// Decay rates of AdamW, Adam and Lion; 0.9 and 0.95 when left out, 0.9 and 0.99 for Lion.
+    pub betas: Option<[f64; 2]>,
+    /// AdamW's and Adam's epsilon.
     pub eps: f64,
-    /// Weight decay; 0.1 for AdamW and 0 for SGD when left out. Applies to parameters of two dimensions or more.
+    /// Weight decay; 0.1 for AdamW, Lion and Muon and 0 for the others when left out. Applies to parameters of two
+    /// dimensions or more.
     pub weight_decay: Option<f64>,
-    /// SGD's momentum; 0.9 when left out.
+    /// The momentum of SGD and Muon; 0.9 and 0.95 when left out.
     pub momentum: Option<f64>,
+    /// Whether SGD and Muon look ahead along the momentum; when left out, Muon does and SGD does not.
+    pub nesterov: Option<bool>,
+    /// The part of their average that the weights keep at each step; no average is kept when left out. Its weights are
+    /// written to `model-ema`.
+    pub ema_decay: Option<f64>,
     /// The norm that gradients are cut down to; no clipping when left out.
     pub clip_norm: Option<f64>,
     /// What the loss is multiplied by before its backward: a number, or "dynamic"; nothing when left out.
@@ -123,10 +129,12 @@ impl Default for TrainConfig {
             micro_batch: 1,
             optimizer: OptimizerName::AdamW,
             lr: 3e-4,
-            betas: [0.9, 0.95],
+            betas: None,
             eps: 1e-8,
             weight_decay: None,
             momentum: None,
+            nesterov: None,
+            ema_decay: None,
             clip_norm: None,
             loss_scale: None,
             non_finite: NonFinite::Error,
@@ -142,8 +150,20 @@ impl Default for TrainConfig {
 pub enum OptimizerName {
     /// Adam with decoupled weight decay.
     AdamW,
+    /// Adam; the decay is part of the gradient.
+    Adam,
     /// Stochastic gradient descent with momentum.
     Sgd,
+    /// The sign of a momentum.
+    Lion,
+    /// Second moments from rows and columns; the learning rate is the largest relative step.
+    Adafactor,
+    /// Orthogonalised momentum for the blocks' matrices, AdamW for all else.
+    Muon,
+}
+
+impl OptimizerName {
+    const ALL: [&str; 6] = ["adamw", "adam", "sgd", "lion", "adafactor", "muon"];
 }
 
 /// `loss_scale`: a number, or "dynamic".
@@ -244,6 +264,10 @@ impl Default for ShardingConfig {
 /// The longest sample that is taken without being asked for.
 const DEFAULT_SEQ_LEN: usize = 1024;
 
+/// Keys of `[train]` that have no default.
+const OPTIONAL_TRAIN_KEYS: [&str; 7] =
+    ["betas", "weight_decay", "momentum", "nesterov", "ema_decay", "clip_norm", "loss_scale"];
+
 /// Keys of `[model]` beside the families' own.
 const MODEL_KEYS: [&str; 2] = ["family", "init_from"];
 
@@ -268,6 +292,7 @@ impl Config {
             set(&mut table, item)?;
         }
         check_keys(&table, name)?;
+        check_optimizer(&table, name)?;
         let config: Config = table
             .try_into()
             .map_err(|e: toml::de::Error| RunError::user(format!("{name}: {}", e.to_string().trim_end())))?;
@@ -308,7 +333,7 @@ impl Config {
                 ));
             }
         }
-        if let Some(beta) = train.betas.iter().find(|b| !(0.0..1.0).contains(*b)) {
+        if let Some(beta) = train.betas.iter().flatten().find(|b| !(0.0..1.0).contains(*b)) {
             return wrong(format!("train.betas holds {beta}; both must be at least 0 and below 1"));
         }
         if let Some(clip) = train.clip_norm.filter(|c| !(*c > 0.0 && c.is_finite())) {
@@ -316,6 +341,14 @@ impl Config {
                 "train.clip_norm is {clip}; it must be a positive number (leave it out for no clipping)"
             ));
         }
+        if let Some(decay) = train.ema_decay.filter(|d| !(0.0..=1.0).contains(d)) {
+            return wrong(format!("train.ema_decay is {decay}; it must be at least 0 and at most 1"));
+        }
+        let looks_ahead = matches!(train.optimizer, OptimizerName::Sgd | OptimizerName::Muon);
+        if train.nesterov == Some(true) && !looks_ahead {
+            return wrong("train.nesterov is true, but only the optimizers sgd and muon have it".into());
+        }
+        self.optimizer().check().or_else(|message| wrong(format!("train.{message}")))?;
         let engine = self.engine();
         engine
             .check()
@@ -402,19 +435,7 @@ impl Config {
 
     /// Strategy, update rule, clipping and prefetch for the engine.
     pub fn engine(&self) -> EngineConfig {
-        let train = &self.train;
-        let optimizer = match train.optimizer {
-            OptimizerName::AdamW => OptimizerConfig::AdamW {
-                betas: train.betas,
-                eps: train.eps,
-                weight_decay: train.weight_decay.unwrap_or(0.1),
-            },
-            OptimizerName::Sgd => OptimizerConfig::Sgd {
-                momentum: train.momentum.unwrap_or(0.9),
-                weight_decay: train.weight_decay.unwrap_or(0.0),
-            },
-        };
-        let shard = &self.shard;
+        let (train, shard) = (&self.train, &self.shard);
         EngineConfig {
             strategy: shard.strategy,
             shard_group: shard.shard_group,
@@ -427,12 +448,41 @@ impl Config {
             loss_scale: train.loss_scale.map_or(LossScale::None, LossScaleSetting::scale),
             non_finite: train.non_finite,
             accumulation: shard.accumulate,
-            optimizer,
+            optimizer: self.optimizer(),
+            ema_decay: train.ema_decay,
             clip_norm: train.clip_norm,
             prefetch: shard.prefetch,
             gather: shard.gather(),
             ..EngineConfig::default()
         }
+    }
+
+    fn optimizer(&self) -> OptimizerConfig {
+        let train = &self.train;
+        let (betas, eps) = (train.betas.unwrap_or([0.9, 0.95]), train.eps);
+        let momentum = |default| train.momentum.unwrap_or(default);
+        let nesterov = |default| train.nesterov.unwrap_or(default);
+        let defaults = match train.optimizer {
+            OptimizerName::AdamW => OptimizerConfig::AdamW { betas, eps, weight_decay: 0.1 },
+            OptimizerName::Adam => OptimizerConfig::Adam { betas, eps, weight_decay: 0.0 },
+            OptimizerName::Sgd => {
+                OptimizerConfig::Sgd { momentum: momentum(0.9), nesterov: nesterov(false), weight_decay: 0.0 }
+            }
+            OptimizerName::Lion => {
+                OptimizerConfig::Lion { betas: train.betas.unwrap_or([0.9, 0.99]), weight_decay: 0.1 }
+            }
+            OptimizerName::Adafactor => OptimizerConfig::ADAFACTOR,
+            OptimizerName::Muon => OptimizerConfig::Muon {
+                momentum: momentum(0.95),
+                nesterov: nesterov(true),
+                steps: 5,
+                scale: MuonScale::MatchAdamW,
+                weight_decay: 0.1,
+                betas,
+                eps,
+            },
+        };
+        train.weight_decay.map_or(defaults, |decay| defaults.with_weight_decay(decay))
     }
 
     /// Every setting as `(section.key, value)`, for comparison among ranks.
@@ -500,7 +550,7 @@ fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
     Some(match section {
         "run" => keys_of(RunConfig::default(), &["output_dir"]),
         "data" => keys_of(DataConfig::default(), &["path", "tokenizer", "seq_len"]),
-        "train" => keys_of(TrainConfig::default(), &["weight_decay", "momentum", "clip_norm", "loss_scale"]),
+        "train" => keys_of(TrainConfig::default(), &OPTIONAL_TRAIN_KEYS),
         "shard" => keys_of(
             ShardingConfig::default(),
             &["shard_group", "prefetch_bucket_size", "max_live_parameters"],
@@ -543,4 +593,20 @@ fn check_keys(table: &Table, name: &str) -> Result<(), RunError> {
         )));
     }
     Ok(())
+}
+
+/// Refuses an unknown optimizer and suggests the nearest known one.
+fn check_optimizer(table: &Table, name: &str) -> Result<(), RunError> {
+    let Some(Value::String(given)) = table.get("train").and_then(|train| train.get("optimizer")) else {
+        return Ok(());
+    };
+    let known = OptimizerName::ALL.map(String::from);
+    if known.contains(given) {
+        return Ok(());
+    }
+    let hint = match nearest(given, &known) {
+        Some(near) => format!("did you mean \"{near}\"?"),
+        None => format!("known are {}", known.join(", ")),
+    };
+    Err(RunError::user(format!("{name}: train.optimizer is \"{given}\"; {hint}")))
 }

@@ -78,7 +78,7 @@ pub fn run(args: &GenerateArgs) -> Result<i32, RunError> {
 /// A sharded model that will not be trained needs no statistics.
 fn without_state() -> ShardConfig {
     let mut config = ShardConfig::default();
-    config.engine.optimizer = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    config.engine.optimizer = OptimizerConfig::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 };
     config
 }
 

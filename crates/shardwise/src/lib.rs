@@ -51,7 +51,10 @@ pub mod prelude {
     pub use shardwise_burn::{ParamSource, ShardConfig, ShardError, Sharded, ShardedModel, StepOutcome, ops};
     pub use shardwise_comm::ProcessGroup;
     pub use shardwise_core::ShardingStrategy;
-    pub use shardwise_engine::{DecayRule, EngineConfig, LrSchedule, Norm, OptimizerConfig};
+    pub use shardwise_engine::{
+        DecayRule, EngineConfig, GroupLr, GroupRule, LrSchedule, MuonScale, Norm, OptimizerConfig,
+        ParamGroups,
+    };
 
     pub use crate::error::RunError;
     pub use crate::world::run;

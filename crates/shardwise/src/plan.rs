@@ -1,8 +1,9 @@
 //! `plan`: what each rank will hold and send, before anything is allocated.
 
 use burn::tensor::Device;
-use shardwise_burn::model_layouts;
+use shardwise_burn::{ShardError, model_layouts};
 use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule, UnitSize};
+use shardwise_engine::ParamGroups;
 
 use shardwise_engine::Accumulation;
 
@@ -34,7 +35,9 @@ pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan
         units: units.into_iter().map(UnitSize::of).collect(),
         root: root.unwrap_or_default(),
         strategy: engine.strategy,
-        optimizer: engine.optimizer.kind(),
+        optimizer: ParamGroups::default()
+            .plan(&engine, &layouts.iter().collect::<Vec<_>>())
+            .map_err(ShardError::from)?,
         schedule,
         gather: engine.gather_policy(),
         shard_group: engine.shard_group_size(config.run.ranks).map_err(RunError::user)?,

@@ -250,6 +250,12 @@ impl<'a> Rank<'a> {
     fn end(&mut self, output: &Path, all: &[StepMetrics], seconds: f64, sent: u64) -> Result<(), RunError> {
         let folder = output.join("model");
         export::write(&mut self.model, &self.job.model, self.job.tokenizer.as_ref(), &folder)?;
+        let averages = self.job.config.train.ema_decay.map(|_| output.join("model-ema"));
+        if let Some(folder) = &averages {
+            let job = self.job;
+            self.model
+                .with_averages(|model| export::write(model, &job.model, job.tokenizer.as_ref(), folder))?;
+        }
         let sample = self.sample()?;
         let ranks = self.gather_summaries(sent)?;
         if !self.is_first() {
@@ -277,6 +283,9 @@ impl<'a> Rank<'a> {
         );
         println!("{}: metrics.jsonl, summary.json", output.display());
         println!("{}: the model, a Hugging Face folder", folder.display());
+        if let Some(folder) = averages {
+            println!("{}: the average of its weights", folder.display());
+        }
         Ok(())
     }
 

@@ -85,6 +85,32 @@ fn mistakes_in_the_configuration() {
         case("zero steps", &["run.steps=0"], &["run.steps is 0", "at least 1"]),
         case("a negative rate", &["train.lr=-1.0"], &["train.lr is -1"]),
         case("beta of 1", &["train.betas=[0.9, 1.0]"], &["train.betas holds 1"]),
+        case(
+            "a misspelt optimizer",
+            &["train.optimizer=adamv"],
+            &["train.optimizer is \"adamv\"", "did you mean \"adamw\"?"],
+        ),
+        case(
+            "an unknown optimizer",
+            &["train.optimizer=shampoo"],
+            &["train.optimizer is \"shampoo\"", "adamw, adam, sgd, lion, adafactor, muon"],
+        ),
+        case(
+            "looking ahead without a momentum",
+            &["train.optimizer=sgd", "train.nesterov=true", "train.momentum=0.0"],
+            &["train.nesterov is set, but momentum is 0"],
+        ),
+        case(
+            "looking ahead with AdamW",
+            &["train.nesterov=true"],
+            &["train.nesterov is true", "sgd and muon"],
+        ),
+        case("an average that grows", &["train.ema_decay=1.5"], &["train.ema_decay is 1.5", "at most 1"]),
+        case(
+            "a momentum that grows",
+            &["train.optimizer=muon", "train.momentum=1.0"],
+            &["train.momentum holds 1", "below 1"],
+        ),
         case("clipping to zero", &["train.clip_norm=0.0"], &["train.clip_norm is 0"]),
         case(
             "a micro-batch that does not divide",

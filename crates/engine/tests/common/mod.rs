@@ -2,6 +2,8 @@
 //! few lines of unsharded code can serve as the reference for every bit.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
 
+pub mod given;
+
 use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
@@ -15,8 +17,19 @@ use shardwise_engine::{
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const ADAMW: OptimizerConfig =
     OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 };
-pub const MOMENTUM: OptimizerConfig = OptimizerConfig::Sgd { momentum: 0.9, weight_decay: 0.01 };
-pub const SGD: OptimizerConfig = OptimizerConfig::Sgd { momentum: 0.0, weight_decay: 0.0 };
+pub const MOMENTUM: OptimizerConfig =
+    OptimizerConfig::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.01 };
+pub const SGD: OptimizerConfig = OptimizerConfig::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 };
+pub const NESTEROV: OptimizerConfig =
+    OptimizerConfig::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01 };
+pub const ADAM: OptimizerConfig = OptimizerConfig::Adam { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 };
+pub const LION: OptimizerConfig = OptimizerConfig::Lion { betas: [0.9, 0.99], weight_decay: 0.1 };
+pub const ADAFACTOR: OptimizerConfig = OptimizerConfig::Adafactor {
+    beta2_decay: -0.8,
+    eps: [f32::EPSILON as f64, 1e-3],
+    clip_threshold: 1.0,
+    weight_decay: 0.1,
+};
 
 pub const STRATEGIES: [ShardingStrategy; 3] =
     [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
@@ -297,12 +310,33 @@ fn update(
             let root = v.sqrt() / c2.sqrt() as f32 + eps as f32;
             *p = *p * (1.0 - lr * decay) as f32 - (lr / c1) as f32 * (*m / root);
         }
-        OptimizerConfig::Sgd { momentum, weight_decay } => {
+        OptimizerConfig::Adam { betas: [b1, b2], eps, weight_decay } => {
+            let g = g + if decays { weight_decay as f32 } else { 0.0 } * *p;
+            let (c1, c2) = (1.0 - b1.powi(step as i32), 1.0 - b2.powi(step as i32));
+            *m = *m * b1 as f32 + g * (1.0 - b1) as f32;
+            *v = *v * b2 as f32 + g * g * (1.0 - b2) as f32;
+            let root = v.sqrt() / c2.sqrt() as f32 + eps as f32;
+            *p -= (lr / c1) as f32 * (*m / root);
+        }
+        OptimizerConfig::Sgd { momentum, nesterov, weight_decay } => {
             let decay = if decays { weight_decay as f32 } else { 0.0 };
             let g = g + decay * *p;
             *m = *m * momentum as f32 + g;
-            *p -= lr as f32 * if momentum == 0.0 { g } else { *m };
+            *p -= lr as f32
+                * match (momentum, nesterov) {
+                    (0.0, _) => g,
+                    (_, false) => *m,
+                    (_, true) => g + momentum as f32 * *m,
+                };
         }
+        OptimizerConfig::Lion { betas: [b1, b2], weight_decay } => {
+            let decay = if decays { weight_decay } else { 0.0 };
+            let direction = *m * b1 as f32 + g * (1.0 - b1) as f32;
+            let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
+            *p = *p * (1.0 - lr * decay) as f32 - lr as f32 * sign;
+            *m = *m * b2 as f32 + g * (1.0 - b2) as f32;
+        }
+        whole => panic!("{whole:?} looks at whole parameters"),
     }
 }
 

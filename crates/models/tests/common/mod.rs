@@ -137,7 +137,7 @@ pub(crate) fn optimizer(name: &str) -> (ShardConfig, f64) {
             let adamw = OptimizerConfig::AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 };
             (adamw, Some(1.0), 0.003)
         }
-        _ => (OptimizerConfig::Sgd { momentum: 0.9, weight_decay: 0.0 }, None, 0.05),
+        _ => (OptimizerConfig::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 }, None, 0.05),
     };
     let engine = EngineConfig { optimizer, clip_norm, ..EngineConfig::default() };
     (ShardConfig { engine, recompute: false, seed: 7 }, lr)

@@ -1,4 +1,5 @@
-//! Benchmarks that anyone can run: `bench comm` and `bench step`.
+//! Benchmarks that anyone can run: `bench comm`, `bench step` and `bench optimizer`.
 
 pub mod comm;
+pub mod optimizer;
 pub mod step;
