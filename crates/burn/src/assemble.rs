@@ -11,6 +11,7 @@ use shardwise_engine::{Engine, UnitId};
 
 use crate::error::ShardError;
 use crate::model::ShardConfig;
+use crate::params::ParamKey;
 use crate::sink::{self, SinkGuard};
 use crate::source::ParamSource;
 use crate::unit::{
@@ -112,6 +113,10 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    pub(crate) fn key(&self) -> ParamKey {
+        ParamKey { unit: self.unit, part: self.part, index: self.index }
+    }
+
     /// Where the gradient goes; `None` for a frozen parameter.
     fn sink(&self, engine: &SharedEngine) -> Option<Arc<ParamSink>> {
         let Place { unit, part, index, .. } = *self;

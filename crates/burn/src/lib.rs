@@ -5,11 +5,14 @@
 //! - [`ops`] are the operations that models should compute with: fused where they can be, Burn's own otherwise.
 //! - [`sink`] is how their gradients reach the flat gradient without a detour.
 
+mod access;
+mod agree;
 mod assemble;
 pub mod error;
 pub mod kernels;
 pub mod model;
 pub mod ops;
+mod params;
 mod sharded;
 pub mod sink;
 pub mod source;
@@ -17,8 +20,9 @@ mod unit;
 mod view;
 mod walk;
 
+pub use access::{Gathered, GatheredMut, SummonOptions, Which};
 pub use assemble::model_layouts;
-pub use error::ShardError;
+pub use error::{ParamSummary, ShardError};
 pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome};
 pub use sharded::{Constants, Sharded};
 pub use source::ParamSource;

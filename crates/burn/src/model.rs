@@ -8,11 +8,13 @@ use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment};
 use shardwise_engine::{Engine, EngineConfig, Event, Ledger, StepReport};
 
+use crate::access::OpenScopes;
 use crate::assemble::{RootParam, describe, fill, layouts, link_units, places, root_leaves};
 use crate::error::ShardError;
+use crate::params::Params;
 use crate::source::ParamSource;
 use crate::unit::{SharedEngine, primitive};
-use crate::walk::Found;
+use crate::walk::{self, Found};
 
 /// How a model is sharded and trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,9 +61,11 @@ pub struct ShardedModel<M> {
     training: M,
     /// The module as an evaluation sees it: without autodiff.
     evaluation: M,
-    engine: SharedEngine,
+    pub(crate) engine: SharedEngine,
     root: Vec<RootParam>,
     group: ProcessGroup,
+    pub(crate) params: Params,
+    pub(crate) scopes: OpenScopes,
 }
 
 impl<M: Module> ShardedModel<M> {
@@ -77,16 +81,26 @@ impl<M: Module> ShardedModel<M> {
         config: ShardConfig,
         source: &dyn ParamSource,
     ) -> Result<Self, ShardError> {
-        let found = Found::in_module(&module)?;
+        let mut found = Found::in_module(&module)?;
         let (root, units) = layouts(&found, config.engine.shard_group_size(group.size())?)?;
         group.check_agreement("models", &describe(root.iter().chain(units.iter().flatten()), &config))?;
         let mut engine = Engine::new(group.clone(), root, units, config.engine)?;
         let places = places(&found, &engine);
-        let evaluation = fill(module, &mut engine, &places, (source, config.seed))?;
+        let (evaluation, slots) =
+            walk::renew_slots(|| fill(module, &mut engine, &places, (source, config.seed)));
+        let evaluation = evaluation?;
+        found.take_slots(&slots);
+        let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));
         let engine = SharedEngine::new(engine);
         link_units(&found, &engine, &places, config.recompute);
         let (training, root) = root_leaves(evaluation.clone(), &engine, &places);
-        Ok(Self { training, evaluation, engine, root, group })
+        let scopes = OpenScopes::default();
+        Ok(Self { training, evaluation, engine, root, group, params, scopes })
+    }
+
+    /// The module with windows in the parameters' places, without autodiff.
+    pub(crate) fn evaluation(&self) -> &M {
+        &self.evaluation
     }
 
     /// The ranks that share the model.

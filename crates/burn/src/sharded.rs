@@ -184,7 +184,7 @@ impl<M: Module> Module for Sharded<M> {
 
     fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
         let _inside = walk::enter_unit(&self.slot);
-        Self { inner: self.inner.map(mapper), slot: self.slot }
+        Self { inner: self.inner.map(mapper), slot: walk::slot_after_map(self.slot) }
     }
 }
 

@@ -4,6 +4,7 @@
 //! not appear in paths. The announcement lasts for one visit and is never looked at anywhere else.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -15,6 +16,7 @@ use crate::sharded::UnitSlot;
 
 thread_local! {
     static OPEN_UNITS: RefCell<Vec<Arc<UnitSlot>>> = const { RefCell::new(Vec::new()) };
+    static RENEWED: RefCell<Option<NewSlots>> = const { RefCell::new(None) };
 }
 
 /// Ends the announcement of a unit.
@@ -30,6 +32,36 @@ impl Drop for Inside {
 pub(crate) fn enter_unit(slot: &Arc<UnitSlot>) -> Inside {
     OPEN_UNITS.with_borrow_mut(|units| units.push(slot.clone()));
     Inside
+}
+
+/// The slots that took the places of others, by the address of the old slot; the old one is kept so that its address stays
+/// its own.
+pub(crate) type NewSlots = HashMap<*const UnitSlot, (Arc<UnitSlot>, Arc<UnitSlot>)>;
+
+/// Runs `map`, a mapping of a module, so that the result's units have slots of their own: what is linked there is not
+/// linked in the original, nor in another model made from it. Returns the new slots too.
+pub(crate) fn renew_slots<T>(map: impl FnOnce() -> T) -> (T, NewSlots) {
+    struct Off;
+    impl Drop for Off {
+        fn drop(&mut self) {
+            RENEWED.set(None);
+        }
+    }
+    RENEWED.set(Some(NewSlots::new()));
+    let _off = Off;
+    let result = map();
+    (result, RENEWED.take().unwrap_or_default())
+}
+
+/// The slot for a mapped unit: its own, or inside [`renew_slots`] the new one, which all clones of the unit share.
+pub(crate) fn slot_after_map(slot: Arc<UnitSlot>) -> Arc<UnitSlot> {
+    RENEWED.with_borrow_mut(|renewed| match renewed {
+        None => slot,
+        Some(renewed) => {
+            let new = || (slot.clone(), Arc::<UnitSlot>::default());
+            renewed.entry(Arc::as_ptr(&slot)).or_insert_with(new).1.clone()
+        }
+    })
 }
 
 fn open_units() -> Vec<Arc<UnitSlot>> {
@@ -72,6 +104,15 @@ impl Found {
         match walker.nested {
             Some(error) => Err(error.into()),
             None => Ok(walker.found),
+        }
+    }
+
+    /// Lets the units be those of the module that [`renew_slots`] has made.
+    pub(crate) fn take_slots(&mut self, slots: &NewSlots) {
+        for unit in &mut self.units {
+            if let Some((_, new)) = slots.get(&Arc::as_ptr(&unit.slot)) {
+                unit.slot = new.clone();
+            }
         }
     }
 }

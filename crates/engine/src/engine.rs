@@ -495,7 +495,7 @@ impl Engine {
         result.map_err(|source| EngineError::Comm { rank: self.group.rank(), source })
     }
 
-    fn expect_idle(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn expect_idle(&self, call: &'static str) -> Result<()> {
         self.check_failure()?;
         if self.phase == Phase::Idle {
             return Ok(());

@@ -91,6 +91,8 @@ pub struct FlatParamHandle {
     reduced: bool,
     /// The gradient's shard of the whole step, between the last reduction and the update.
     pub(crate) sum: Option<SharedBuffer>,
+    /// Whether the buffer that was given back last holds the gradient of the last step.
+    holds_last: bool,
     statistics: Vec<HostBuffer>,
     segments: Vec<Segment>,
     updates: u64,
@@ -130,7 +132,7 @@ impl FlatParamHandle {
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
         let shard = layout.shard_range(group.rank());
-        let whole = group.size() == 1 || !config.strategy.is_sharded();
+        let whole = group.size() == 1 || !config.strategy.is_sharded() || layout.is_replicated();
         let (owned, numel) =
             if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
         ledger.add(Purpose::Parameters, numel);
@@ -163,6 +165,7 @@ impl FlatParamHandle {
             partials: PartialSums::default(),
             reduced: false,
             sum: None,
+            holds_last: false,
             statistics,
             segments,
             updates: 0,
@@ -451,6 +454,7 @@ impl FlatParamHandle {
         divisor: f32,
         norm: Norm,
     ) -> Result<Option<PartialNorm>, CommError> {
+        self.holds_last = false;
         let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
         let own = &mut sum.writable()?[..self.shard.len()];
         let mut measured = norm.divide_and_measure(own, divisor);
@@ -512,6 +516,12 @@ impl FlatParamHandle {
             update.apply(&mut params[range.clone()], &gradient[range], &mut statistics);
         }
         self.partials.give_back(sum);
+        self.holds_last = true;
+    }
+
+    /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
+    pub(crate) fn last_gradient(&self) -> Option<&SharedBuffer> {
+        if self.holds_last { self.partials.last() } else { None }
     }
 
     /// Drops the step's gradient.

@@ -11,6 +11,7 @@
 //! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
+mod access;
 mod build;
 pub mod config;
 pub mod coordinator;
