@@ -65,20 +65,37 @@ pub enum ShardError {
         /// Its device.
         device: String,
     },
-    /// A parameter is tied across units.
+    /// A tied parameter is trained under one path and frozen under another.
     #[error(
-        "`{first}` and `{second}` are one parameter, but they lie in different units (`{first_unit}` and `{second_unit}`); \
-         move the tie out of the units, so that the root owns it"
+        "`{trained}` and `{frozen}` are one parameter, but it is trained under the first path and frozen under the second; \
+         freeze or train both"
     )]
-    TiedAcrossUnits {
-        /// The path met first.
-        first: String,
-        /// Its unit.
-        first_unit: String,
-        /// The other path.
-        second: String,
-        /// Its unit.
-        second_unit: String,
+    TieHalfFrozen {
+        /// A path under which it is trained.
+        trained: String,
+        /// A path under which it is frozen.
+        frozen: String,
+    },
+    /// A wrapping policy names a type of which no layer is wrapped.
+    #[error(
+        "wrapping policy: no layer in a `Sharded` wrapper is a `{name}` (there are: {there:?}); name one of these, or wrap \
+         the layer"
+    )]
+    NoSuchContainer {
+        /// The name.
+        name: String,
+        /// The types of the wrapped layers.
+        there: Vec<String>,
+    },
+    /// A registration of an external parameter does not fit the model.
+    #[error("external parameter `{path}` of unit `{unit}`: {message}")]
+    External {
+        /// The unit that uses it.
+        unit: String,
+        /// The parameter.
+        path: String,
+        /// What is wrong and what would be right.
+        message: String,
     },
     /// A parameter is not of the type that is trained.
     #[error("parameter `{path}` is {dtype}; parameters are trained in f32: convert it")]

@@ -6,15 +6,15 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment};
-use shardwise_engine::{Engine, EngineConfig, Event, Ledger, StepReport};
+use shardwise_engine::{EngineConfig, Event, Ledger, StepReport};
 
 use crate::access::OpenScopes;
-use crate::assemble::{RootParam, describe, fill, layouts, link_units, places, root_leaves};
+use crate::assemble::RootParam;
 use crate::error::ShardError;
+use crate::init::Init;
 use crate::params::Params;
 use crate::source::ParamSource;
 use crate::unit::{SharedEngine, primitive};
-use crate::walk::{self, Found};
 
 /// How a model is sharded and trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -81,21 +81,17 @@ impl<M: Module> ShardedModel<M> {
         config: ShardConfig,
         source: &dyn ParamSource,
     ) -> Result<Self, ShardError> {
-        let mut found = Found::in_module(&module)?;
-        let (root, units) = layouts(&found, config.engine.shard_group_size(group.size())?)?;
-        group.check_agreement("models", &describe(root.iter().chain(units.iter().flatten()), &config))?;
-        let mut engine = Engine::new(group.clone(), root, units, config.engine)?;
-        let places = places(&found, &engine);
-        let (evaluation, slots) =
-            walk::renew_slots(|| fill(module, &mut engine, &places, (source, config.seed)));
-        let evaluation = evaluation?;
-        found.take_slots(&slots);
-        let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));
-        let engine = SharedEngine::new(engine);
-        link_units(&found, &engine, &places, config.recompute);
-        let (training, root) = root_leaves(evaluation.clone(), &engine, &places);
-        let scopes = OpenScopes::default();
-        Ok(Self { training, evaluation, engine, root, group, params, scopes })
+        Init::new(config).shard(group, module, source)
+    }
+
+    pub(crate) fn assemble(
+        (training, evaluation): (M, M),
+        engine: SharedEngine,
+        root: Vec<RootParam>,
+        group: ProcessGroup,
+        params: Params,
+    ) -> Self {
+        Self { training, evaluation, engine, root, group, params, scopes: OpenScopes::default() }
     }
 
     /// The module with windows in the parameters' places, without autodiff.

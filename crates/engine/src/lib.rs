@@ -7,6 +7,7 @@
 //! - [`engine`]: the step, and which call is allowed when.
 //! - [`handle`]: one unit's buffers and their states.
 //! - [`coordinator`]: the order of units, and what is gathered ahead.
+//! - [`pass`]: what a unit's forward is for.
 //! - [`optimizer`], [`lr`], [`norm`]: the update.
 //! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
@@ -24,6 +25,7 @@ pub mod lr;
 pub mod norm;
 pub mod optimizer;
 mod partial;
+pub mod pass;
 mod pool;
 mod reduce;
 mod replicas;
@@ -43,6 +45,7 @@ pub use ledger::Ledger;
 pub use lr::LrSchedule;
 pub use norm::Norm;
 pub use optimizer::{DecayRule, OptimizerConfig};
+pub use pass::ForwardPass;
 pub use scale::{DynamicScale, LossScale, LossScaler};
 pub use view::FlatView;
 

@@ -1,0 +1,110 @@
+//! How a module becomes a sharded model: what is a unit, what stays whole, and where the first values come from.
+
+use burn::module::Module;
+use shardwise_comm::ProcessGroup;
+use shardwise_engine::Engine;
+
+use crate::assemble::{describe, layouts, link_units, places, root_leaves};
+use crate::error::ShardError;
+use crate::fill::fill;
+use crate::model::{ShardConfig, ShardedModel};
+use crate::params::Params;
+use crate::source::ParamSource;
+use crate::unit::SharedEngine;
+use crate::walk::{self, Found};
+use crate::wrap::{Ignored, Persistence, WrapPolicy, Wrapping};
+
+/// Takes modules apart into shards (DeepSpeed's name for it). Without further settings every [`crate::Sharded`] wrapper is a
+/// unit and every parameter is sharded.
+#[derive(Debug, Clone, Default)]
+pub struct Init {
+    config: ShardConfig,
+    wrapping: Wrapping,
+}
+
+impl Init {
+    /// For models that train as `config` says.
+    pub fn new(config: ShardConfig) -> Self {
+        Self { config, ..Self::default() }
+    }
+
+    /// Chooses which wrapped layers become units. One that is not chosen computes as a part of what surrounds it.
+    #[must_use]
+    pub fn wrap(mut self, policy: WrapPolicy) -> Self {
+        self.wrapping.policy = policy;
+        self
+    }
+
+    /// Keeps the parameters whose path `which` is true for out of every unit, as `ignored` says. The first rule that fits a
+    /// path counts.
+    #[must_use]
+    pub fn ignore(mut self, ignored: Ignored, which: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        self.wrapping.ignored.push((ignored, std::sync::Arc::new(which)));
+        self
+    }
+
+    /// Keeps small parameters whole on every rank.
+    #[must_use]
+    pub fn persist(mut self, persistence: Persistence) -> Self {
+        self.wrapping.persistence = persistence;
+        self
+    }
+
+    /// Lets the unit at path `unit` use the parameter at `path`, which stays in the unit that owns it: that one is gathered
+    /// and freed for both. The user's layer must hold a clone of the parameter. Without a registration a parameter that
+    /// several units hold belongs to the innermost unit around all of them, or to the root.
+    #[must_use]
+    pub fn register_external_parameter(mut self, unit: &str, path: &str) -> Self {
+        self.wrapping.external.push((unit.to_string(), path.to_string()));
+        self
+    }
+
+    /// Takes back [`Init::register_external_parameter`].
+    ///
+    /// # Errors
+    /// When it was never registered.
+    pub fn unregister_external_parameter(mut self, unit: &str, path: &str) -> Result<Self, ShardError> {
+        let registered =
+            self.wrapping.external.iter().position(|(u, p)| (u.as_str(), p.as_str()) == (unit, path));
+        match registered {
+            Some(index) => {
+                self.wrapping.external.remove(index);
+                Ok(self)
+            }
+            None => Err(ShardError::External {
+                unit: unit.to_string(),
+                path: path.to_string(),
+                message: "it was never registered; register it first".to_string(),
+            }),
+        }
+    }
+
+    /// Takes `module` apart: each rank of `group` keeps its shard of every parameter. Values come from `source` where it
+    /// has them, otherwise from the module (its initialisers, seeded by path, or the values it already has); one
+    /// parameter at a time is whole. A collective.
+    ///
+    /// # Errors
+    /// When the module's parameters cannot be sharded, ranks disagree about them, or values cannot be had.
+    pub fn shard<M: Module>(
+        &self,
+        group: ProcessGroup,
+        module: M,
+        source: &dyn ParamSource,
+    ) -> Result<ShardedModel<M>, ShardError> {
+        let mut found = Found::in_module(&module, &self.wrapping)?;
+        let (root, units) = layouts(&found, self.config.engine.shard_group_size(group.size())?)?;
+        group
+            .check_agreement("models", &describe(root.iter().chain(units.iter().flatten()), &self.config))?;
+        let mut engine = Engine::new(group.clone(), root, units, self.config.engine)?;
+        let places = places(&found, &engine);
+        let (evaluation, slots) =
+            walk::renew_slots(|| fill(module, &mut engine, &places, (source, self.config.seed)));
+        let evaluation = evaluation?;
+        found.take_slots(&slots);
+        let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));
+        let engine = SharedEngine::new(engine);
+        link_units(&found, &engine, &places, self.config.recompute);
+        let (training, root) = root_leaves(evaluation.clone(), &engine, &places);
+        Ok(ShardedModel::assemble((training, evaluation), engine, root, group, params))
+    }
+}
