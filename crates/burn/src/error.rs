@@ -208,6 +208,35 @@ pub enum ShardError {
         /// The other shape; zeros stand for sizes that are not known.
         given: Vec<usize>,
     },
+    /// A parameter that no one gives a first value.
+    #[error("parameter `{path}` is initialised by no one: {message}; give its values with a `ParamSource`")]
+    Uninitialised {
+        /// The parameter.
+        path: String,
+        /// Who was asked.
+        message: String,
+    },
+    /// Ranks have different first values.
+    #[error(
+        "the first values of parameter `{path}` differ: those of ranks {ranks:?} are not those of rank {first}; build the same \
+         module everywhere, or use `InitialValues::Synced` to send rank {first}'s to all"
+    )]
+    ValuesDiffer {
+        /// The first such parameter.
+        path: String,
+        /// The rank that the others are compared with.
+        first: usize,
+        /// The ranks that differ from it.
+        ranks: Vec<usize>,
+    },
+    /// Another rank could not fill its shards.
+    #[error("rank {rank} could not initialise its part of the model: {message}")]
+    InitOfPeer {
+        /// That rank.
+        rank: usize,
+        /// Its error.
+        message: String,
+    },
     /// Values for a parameter could not be had.
     #[error("loading parameter `{path}`: {message}")]
     Load {

@@ -1,44 +1,61 @@
-//! The first values of parameters, on their way into the shards.
+//! The first values of parameters, on their way into the shards: one parameter at a time is whole.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::Tensor;
-use shardwise_core::seed_for;
+use burn::tensor::{Bool, Int, Tensor};
 use shardwise_engine::Engine;
 
 use crate::assemble::Place;
 use crate::error::ShardError;
-use crate::source::ParamSource;
+use crate::partition::Kept;
+use crate::values::Values;
 
-/// Burn draws initial values from one generator for the whole process: ranks that are threads take turns.
-static INITIALISING: Mutex<()> = Mutex::new(());
-
-/// Moves every parameter's first values into the shards, from `source` or drawn from `seed`, and returns the module with
-/// windows in the parameters' places.
+/// Moves every parameter's first values into the shards and returns the module with windows in the parameters' places.
+/// `kept` are those that have been partitioned before. A collective.
 pub(crate) fn fill<M: Module>(
     module: M,
     engine: &mut Engine,
     places: &HashMap<ParamId, Place>,
-    (source, seed): (&dyn ParamSource, u64),
+    values: Values<'_>,
+    kept: &HashMap<ParamId, Kept>,
 ) -> Result<M, ShardError> {
-    let mut fill = Fill { engine, places, source, seed, done: HashSet::new(), error: None };
+    let done = HashSet::new();
+    let mut fill = Fill { engine, places, values, kept, done, path: Vec::new(), error: None };
     let module = module.map(&mut fill);
-    fill.error.map_or(Ok(module), Err)
+    let Fill { values, error, .. } = fill;
+    values.agree(error)?;
+    Ok(module)
 }
 
 struct Fill<'a> {
     engine: &'a mut Engine,
     places: &'a HashMap<ParamId, Place>,
-    source: &'a dyn ParamSource,
-    seed: u64,
+    values: Values<'a>,
+    kept: &'a HashMap<ParamId, Kept>,
     done: HashSet<ParamId>,
+    path: Vec<String>,
     error: Option<ShardError>,
 }
 
 impl Fill<'_> {
+    /// Whether to go on: where ranks send each other values, all do until the end.
+    fn goes_on(&self) -> bool {
+        self.error.is_none() || self.values.travel()
+    }
+
+    fn note<T>(&mut self, result: Result<T, ShardError>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                // Only the first counts.
+                self.error.get_or_insert(error);
+                None
+            }
+        }
+    }
+
     fn fill<const D: usize>(&mut self, param: &Param<Tensor<D>>, place: &Place) -> Result<(), ShardError> {
         let handle = &self.engine.parts(place.unit)[place.part];
         let (owned, range) = (handle.owned(), handle.layout().params()[place.index].range());
@@ -47,49 +64,64 @@ impl Fill<'_> {
         let elements = mine.start - range.start..mine.end - range.start;
         let start = mine.start.saturating_sub(owned.start).min(owned.len());
         let out = &mut self.engine.owned_params(place.unit, place.part)?[start..start + elements.len()];
-        let load = |message| ShardError::Load { path: place.path.clone(), message };
-        if self.source.fill(&place.path, &place.shape, elements.clone(), out).map_err(load)? {
-            return Ok(());
+        match self.kept.get(&param.id) {
+            Some(kept) => {
+                out.copy_from_slice(&kept.whole(self.values.group(), &place.path)?[elements]);
+                Ok(())
+            }
+            None => self.values.write(param, &place.path, &place.shape, elements, out),
         }
-        let guard = INITIALISING.lock().unwrap_or_else(PoisonError::into_inner);
-        param.lazy_device().seed(seed_for(self.seed, &place.path));
-        let value = param.val();
-        drop(guard);
-        if value.dims().as_slice() != place.shape {
-            let used = value.dims().to_vec();
-            return Err(ShardError::Transposed {
-                path: place.path.clone(),
-                stored: place.shape.clone(),
-                used,
-            });
-        }
-        let data = value.into_data();
-        let values = data.as_slice::<f32>().map_err(|error| load(format!("{error:?}")))?;
-        out.copy_from_slice(&values[elements]);
-        Ok(())
+    }
+
+    fn left_alone(&self) -> String {
+        self.path.join(".")
     }
 }
 
 impl ModuleMapper for Fill<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.error.is_some() {
+        if !self.goes_on() {
             return param;
         }
-        // One that is left alone keeps its value.
-        let Some(place) = self.places.get(&param.id) else { return plain(param) };
+        let (id, path, places) = (param.id, self.left_alone(), self.places);
+        let Some(place) = places.get(&id) else {
+            // One that is left alone keeps its value, or takes rank 0's.
+            let value = self.values.initial(&param, &path).and_then(|value| self.values.shared(value, &path));
+            return match self.note(value) {
+                Some(value) => Param::initialized(id, value.without_autodiff()),
+                None => param,
+            };
+        };
         // A tied parameter is met again under another path.
-        if self.done.insert(param.id)
-            && let Err(error) = self.fill(&param, place)
-        {
-            self.error = Some(error);
-            return param;
+        if self.done.insert(id) {
+            let filled = self.fill(&param, place);
+            self.note(filled);
         }
         // The whole value goes with `param`; only the shard is kept.
-        Param::initialized(param.id, Tensor::from_primitive::<Flex>(place.view.tensor()))
+        Param::initialized(id, Tensor::from_primitive::<Flex>(place.view.tensor()))
     }
-}
 
-/// The same parameter without autodiff.
-fn plain<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    Param::initialized(param.id, param.val().without_autodiff())
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        if !self.goes_on() {
+            return param;
+        }
+        let shared = self.values.shared(param.val(), &self.left_alone());
+        self.note(shared).map_or(param.clone(), |value| Param::initialized(param.id, value))
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        if !self.goes_on() {
+            return param;
+        }
+        let shared = self.values.shared(param.val(), &self.left_alone());
+        self.note(shared).map_or(param.clone(), |value| Param::initialized(param.id, value))
+    }
 }

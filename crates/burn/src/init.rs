@@ -1,6 +1,8 @@
 //! How a module becomes a sharded model: what is a unit, what stays whole, and where the first values come from.
 
-use burn::module::Module;
+use std::collections::HashMap;
+
+use burn::module::{Module, ParamId};
 use shardwise_comm::ProcessGroup;
 use shardwise_engine::Engine;
 
@@ -9,8 +11,10 @@ use crate::error::ShardError;
 use crate::fill::fill;
 use crate::model::{ShardConfig, ShardedModel};
 use crate::params::Params;
+use crate::partition::{InitContext, Kept};
 use crate::source::ParamSource;
 use crate::unit::SharedEngine;
+use crate::values::{InitialValues, Values};
 use crate::walk::{self, Found};
 use crate::wrap::{Ignored, Persistence, WrapPolicy, Wrapping};
 
@@ -20,6 +24,8 @@ use crate::wrap::{Ignored, Persistence, WrapPolicy, Wrapping};
 pub struct Init {
     config: ShardConfig,
     wrapping: Wrapping,
+    initial_values: InitialValues,
+    source_only: bool,
 }
 
 impl Init {
@@ -48,6 +54,25 @@ impl Init {
     pub fn persist(mut self, persistence: Persistence) -> Self {
         self.wrapping.persistence = persistence;
         self
+    }
+
+    /// Says what is done about first values that ranks might not share.
+    #[must_use]
+    pub fn initial_values(mut self, policy: InitialValues) -> Self {
+        self.initial_values = policy;
+        self
+    }
+
+    /// Lets a parameter that the source does not have be an error, instead of asking the module's own initialiser.
+    #[must_use]
+    pub fn source_only(mut self) -> Self {
+        self.source_only = true;
+        self
+    }
+
+    /// Begins to partition the pieces of a model as they are built, over the ranks of `group`.
+    pub fn context(&self, group: ProcessGroup) -> InitContext {
+        InitContext::new(self.clone(), group)
     }
 
     /// Lets the unit at path `unit` use the parameter at `path`, which stays in the unit that owns it: that one is gathered
@@ -91,6 +116,25 @@ impl Init {
         module: M,
         source: &dyn ParamSource,
     ) -> Result<ShardedModel<M>, ShardError> {
+        self.shard_with(group, module, source, &HashMap::new())
+    }
+
+    pub(crate) fn values<'a>(&self, group: &'a ProcessGroup, source: &'a dyn ParamSource) -> Values<'a> {
+        Values::new(group, source, self.config.seed, (self.initial_values, !self.source_only))
+    }
+
+    pub(crate) fn ignored(&self, path: &str) -> Option<Ignored> {
+        self.wrapping.ignored(path)
+    }
+
+    /// As [`Init::shard`]; `kept` are the parameters that have been partitioned before.
+    pub(crate) fn shard_with<M: Module>(
+        &self,
+        group: ProcessGroup,
+        module: M,
+        source: &dyn ParamSource,
+        kept: &HashMap<ParamId, Kept>,
+    ) -> Result<ShardedModel<M>, ShardError> {
         let mut found = Found::in_module(&module, &self.wrapping)?;
         let (root, units) = layouts(&found, self.config.engine.shard_group_size(group.size())?)?;
         group
@@ -98,7 +142,7 @@ impl Init {
         let mut engine = Engine::new(group.clone(), root, units, self.config.engine)?;
         let places = places(&found, &engine);
         let (evaluation, slots) =
-            walk::renew_slots(|| fill(module, &mut engine, &places, (source, self.config.seed)));
+            walk::renew_slots(|| fill(module, &mut engine, &places, self.values(&group, source), kept));
         let evaluation = evaluation?;
         found.take_slots(&slots);
         let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));

@@ -209,7 +209,7 @@ fn float_dtype(dtype: burn::tensor::DType) -> DType {
 
 /// Whether a parameter is trained, without initialising it: Burn tells this only of values, so a stand-in of one element
 /// takes the parameter's place.
-fn requires_grad<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+pub(crate) fn requires_grad<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
     if param.is_initialized() {
         return param.is_require_grad();

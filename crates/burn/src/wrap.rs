@@ -146,6 +146,11 @@ impl Wrapping {
         self.choose_owners(found)
     }
 
+    /// What the first rule that fits `path` says.
+    pub(crate) fn ignored(&self, path: &str) -> Option<Ignored> {
+        self.ignored.iter().find(|(_, paths)| paths(path)).map(|(ignored, _)| *ignored)
+    }
+
     /// Leaves only the chosen units; what lies in another goes to the unit around it.
     fn choose_units(&self, found: &mut Found) -> Result<(), ShardError> {
         if let WrapPolicy::Containers(names) = &self.policy {
@@ -186,11 +191,10 @@ impl Wrapping {
     fn choose_keepers(&self, found: &mut Found) {
         let mut keep: HashMap<ParamId, Keep> = HashMap::new();
         for param in &found.params {
-            let rule = self.ignored.iter().find(|(_, paths)| paths(&param.spec.path));
-            match rule {
-                // A tie is ignored under all of its paths if it is under one.
-                Some((Ignored::Local, _)) => keep.insert(param.id, Keep::Local),
-                Some((Ignored::Replicated, _)) => keep.insert(param.id, Keep::Replicated),
+            // A tie is ignored under all of its paths if it is under one.
+            match self.ignored(&param.spec.path) {
+                Some(Ignored::Local) => keep.insert(param.id, Keep::Local),
+                Some(Ignored::Replicated) => keep.insert(param.id, Keep::Replicated),
                 None => None,
             };
         }

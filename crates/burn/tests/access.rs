@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor};
 use common::{Net, Params, STRATEGIES, batch, config, params, step, world};
 use shardwise_burn::{ShardError, ShardedModel, SummonOptions, Which};
 use shardwise_comm::ProcessGroup;
-use shardwise_core::ShardingStrategy;
+use shardwise_core::{Precision, ShardingStrategy};
 
 const WEIGHT: &str = "blocks.1.up.weight";
 const BIAS: &str = "blocks.1.up.bias";
@@ -353,4 +353,43 @@ fn a_scope_gives_a_plain_module() {
         // Outside any step and scope, with the values of its time.
         module.loss(ids, targets).into_data().assert_eq(&evaluated.into_data(), true);
     });
+}
+
+/// O7, H18, reference fact 43: a scope shows the f32 masters under mixed precision, and an edit makes the rounded copies
+/// stale: the next step computes with it.
+#[test]
+fn under_mixed_precision_a_scope_is_of_the_masters() {
+    let mut low = config(ShardingStrategy::FullShard);
+    low.engine.precision.param_dtype = Precision::Bf16;
+    for strategy in STRATEGIES {
+        low.engine.strategy = strategy;
+        let run = |ranks| {
+            world(ranks, |group| {
+                let device = Device::flex().autodiff();
+                let mut model = ShardedModel::new(group, Net::new(&device), low, &()).expect("sharded");
+                // The rounded copies are made, and then stale.
+                step(&mut model, 0, Net::loss);
+                let mut scope = model.gather_mut(Which::Paths(&[WEIGHT]), 0).expect("gathered");
+                let values = scope.values_mut(WEIGHT).expect("held");
+                assert!(values.iter().any(|v| v.to_bits() & 0xffff != 0), "not rounded");
+                values.fill(0.0);
+                drop(scope);
+                (step(&mut model, 1, Net::loss), params(&mut model))
+            })
+            .remove(0)
+        };
+        let want = run(1);
+        for ranks in [2, 4] {
+            assert!(run(ranks) == want, "{strategy}, {ranks} ranks");
+        }
+        // Without the edit the loss is another.
+        let differs = world(2, |group| {
+            let device = Device::flex().autodiff();
+            let mut model = ShardedModel::new(group, Net::new(&device), low, &()).expect("sharded");
+            step(&mut model, 0, Net::loss);
+            let unedited = step(&mut model, 1, Net::loss);
+            unedited != want.0
+        });
+        assert!(differs[0], "{strategy}: the edit shows");
+    }
 }

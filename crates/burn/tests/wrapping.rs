@@ -9,7 +9,7 @@ use common::{
     Block, Net, Params, STRATEGIES, VOCAB, WIDTH, batch, config, head, params, sorted, step, world,
 };
 use shardwise_burn::{Ignored, Init, Persistence, ShardConfig, Sharded, WrapPolicy};
-use shardwise_core::{Purpose, ShardingStrategy};
+use shardwise_core::{Precision, Purpose, ShardingStrategy};
 use shardwise_engine::EventKind;
 
 /// Two wrapped blocks in a wrapped stage, with parameters of its own around them.
@@ -217,19 +217,24 @@ fn a_nested_unit_is_gathered_and_reduced_by_itself() {
 fn a_model_can_be_one_unit_or_have_none() {
     #[derive(Module, Debug)]
     struct Whole {
-        body: Sharded<Linear>,
+        /// Twice wrapped: the outer unit has nothing of its own.
+        body: Sharded<Sharded<Linear>>,
     }
     let device = Device::flex().autodiff();
     let run = |ranks, policy: WrapPolicy| {
         world(ranks, |group| {
-            let module = Whole { body: Sharded::new(LinearConfig::new(3, 1).init(&device)) };
+            let module = Whole { body: Sharded::new(Sharded::new(LinearConfig::new(3, 1).init(&device))) };
             let init = Init::new(config(ShardingStrategy::FullShard)).wrap(policy.clone());
             let mut model = init.shard(group, module, &()).expect("sharded");
             assert_eq!(model.layouts().len(), 1);
             for _ in 0..3 {
                 let loss = |whole: &Whole, m: usize| {
                     let x = Tensor::<2>::from_data([[1.0, 2.0, m as f32]], &device);
-                    whole.body.call(x, |linear, x| linear.forward(x)).powf_scalar(2.0).sum()
+                    whole
+                        .body
+                        .call(x, |unit, x| unit.call(x, |linear, x| linear.forward(x)))
+                        .powf_scalar(2.0)
+                        .sum()
                 };
                 model.step(4, 0.01, loss).expect("a step");
             }
@@ -257,6 +262,18 @@ fn ignored_parameters_stay_replicated_and_in_step() {
                 assert!(train(ranks, &init) == want, "{strategy}, recompute {recompute}, {ranks} ranks");
             }
         }
+    }
+    // In a hybrid layout and with rounded parameters too.
+    let hybrid = |ranks, shard_group, precision, ignored: fn(&str) -> bool| {
+        let mut config = config(ShardingStrategy::HybridShard);
+        config.engine.shard_group = Some(shard_group);
+        config.engine.precision.param_dtype = precision;
+        train(ranks, &Init::new(config).ignore(Ignored::Replicated, ignored))
+    };
+    for shard_group in [1, 2, 4] {
+        assert!(hybrid(4, shard_group, Precision::F32, ignored) == want, "groups of {shard_group}");
+        let low = hybrid(4, shard_group, Precision::Bf16, |_| false);
+        assert!(hybrid(4, shard_group, Precision::Bf16, ignored) == low, "groups of {shard_group}, bf16");
     }
     let ranks = world(3, |group| {
         let device = Device::flex().autodiff();
