@@ -249,9 +249,9 @@ fn wrong_ties_and_registrations_say_why() {
     assert!(error.to_string().contains("never registered"), "{error}");
 
     let mut half = net.a.inner().clone();
-    // Clones of a parameter that is not initialised yet are frozen together.
-    half.up.weight.val();
-    half.up.weight = half.up.weight.set_require_grad(false);
+    // Clones of a parameter that is not initialised yet would be frozen together.
+    let values = Tensor::<2>::ones([WIDTH, 7], &device);
+    half.up.weight = Param::initialized(half.up.weight.id, values);
     let net = Net { b: Sharded::new(half), ..net };
     let error = refused(&init(), &net);
     assert!(error.contains("`a.up.weight`") && error.contains("`b.up.weight`"), "{error}");
