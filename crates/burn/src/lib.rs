@@ -5,21 +5,34 @@
 //! - [`ops`] are the operations that models should compute with: fused where they can be, Burn's own otherwise.
 //! - [`sink`] is how their gradients reach the flat gradient without a detour.
 
+mod access;
+mod agree;
 mod assemble;
 pub mod error;
 mod evaluate;
+mod fill;
+mod init;
 pub mod kernels;
 pub mod model;
 pub mod ops;
+mod params;
+mod partition;
 mod sharded;
 pub mod sink;
 pub mod source;
 mod unit;
+mod values;
 mod view;
 mod walk;
+mod wrap;
 
+pub use access::{Gathered, GatheredMut, SummonOptions, Which};
 pub use assemble::model_layouts;
-pub use error::ShardError;
+pub use error::{ParamSummary, ShardError};
+pub use init::Init;
 pub use model::{ShardConfig, ShardedModel, StepError, StepOutcome, StepWeights};
+pub use partition::InitContext;
 pub use sharded::{Constants, Sharded};
 pub use source::ParamSource;
+pub use values::InitialValues;
+pub use wrap::{Candidate, Ignored, Persistence, WrapPolicy};

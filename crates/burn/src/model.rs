@@ -6,13 +6,15 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment};
-use shardwise_engine::{Engine, EngineConfig, Event, Ledger, ParamGroups, StateSlice, StepReport};
+use shardwise_engine::{EngineConfig, Event, Ledger, ParamGroups, StateSlice, StepReport};
 
-use crate::assemble::{RootParam, describe, fill, layouts, link_units, places, root_leaves};
+use crate::access::OpenScopes;
+use crate::assemble::RootParam;
 use crate::error::ShardError;
+use crate::init::Init;
+use crate::params::Params;
 use crate::source::ParamSource;
 use crate::unit::{SharedEngine, primitive};
-use crate::walk::Found;
 
 /// How a model is sharded and trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,9 +61,11 @@ pub struct ShardedModel<M> {
     training: M,
     /// The module as an evaluation sees it: without autodiff.
     evaluation: M,
-    engine: SharedEngine,
+    pub(crate) engine: SharedEngine,
     root: Vec<RootParam>,
     group: ProcessGroup,
+    pub(crate) params: Params,
+    pub(crate) scopes: OpenScopes,
 }
 
 impl<M: Module> ShardedModel<M> {
@@ -77,7 +81,7 @@ impl<M: Module> ShardedModel<M> {
         config: ShardConfig,
         source: &dyn ParamSource,
     ) -> Result<Self, ShardError> {
-        Self::with_groups(group, module, config, source, &ParamGroups::default())
+        Init::new(config).shard(group, module, source)
     }
 
     /// As [`ShardedModel::new`], with update rules of their own for some parameters; tied parameters are known by the path
@@ -92,19 +96,22 @@ impl<M: Module> ShardedModel<M> {
         source: &dyn ParamSource,
         groups: &ParamGroups,
     ) -> Result<Self, ShardError> {
-        let found = Found::in_module(&module)?;
-        let (root, units) = layouts(&found, config.engine.shard_group_size(group.size())?)?;
-        let mut settings = describe(root.iter().chain(units.iter().flatten()), &config);
-        let params = root.iter().chain(units.iter().flatten()).flat_map(FlatLayout::params);
-        settings.extend(groups.describe(params));
-        group.check_agreement("models", &settings)?;
-        let mut engine = Engine::with_groups(group.clone(), root, units, config.engine, groups)?;
-        let places = places(&found, &engine);
-        let evaluation = fill(module, &mut engine, &places, (source, config.seed))?;
-        let engine = SharedEngine::new(engine);
-        link_units(&found, &engine, &places, config.recompute);
-        let (training, root) = root_leaves(evaluation.clone(), &engine, &places);
-        Ok(Self { training, evaluation, engine, root, group })
+        Init::new(config).groups(groups.clone()).shard(group, module, source)
+    }
+
+    pub(crate) fn assemble(
+        (training, evaluation): (M, M),
+        engine: SharedEngine,
+        root: Vec<RootParam>,
+        group: ProcessGroup,
+        params: Params,
+    ) -> Self {
+        Self { training, evaluation, engine, root, group, params, scopes: OpenScopes::default() }
+    }
+
+    /// The module with windows in the parameters' places, without autodiff.
+    pub(crate) fn evaluation(&self) -> &M {
+        &self.evaluation
     }
 
     /// The ranks that share the model.

@@ -89,7 +89,7 @@ impl<M: Module + Sync + 'static> Sharded<M> {
         forward: fn(&M, Tensor<D>, &C) -> Tensor<E>,
     ) -> Tensor<E> {
         match self.slot.link() {
-            None => forward(&self.inner, x, &constants),
+            None => forward(&self.inner, x, &constants.detached()),
             Some(link) => {
                 let constants = constants.detached();
                 unit::call(&link, &self.inner, x, Arc::new(move |m: &M, x| forward(m, x, &constants)))
@@ -184,7 +184,7 @@ impl<M: Module> Module for Sharded<M> {
 
     fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
         let _inside = walk::enter_unit(&self.slot);
-        Self { inner: self.inner.map(mapper), slot: self.slot }
+        Self { inner: self.inner.map(mapper), slot: walk::slot_after_map(self.slot) }
     }
 }
 

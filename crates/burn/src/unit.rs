@@ -15,8 +15,8 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::{Autodiff, AutodiffBackend, BackendTypes, Flex};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bytes, DType, Shape, Tensor};
-use shardwise_engine::{Engine, UnitId};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
+use shardwise_engine::{Engine, ForwardPass, UnitId};
 
 use crate::sink::{self, GradSink, SinkGuard, WriteMode};
 use crate::view::ParamView;
@@ -26,15 +26,47 @@ pub(crate) type AdTensor = <Autodiff<Flex> as BackendTypes>::FloatTensorPrimitiv
 
 /// The engine, for everyone on this rank who needs it. Calls are brief and never wait for each other.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedEngine(Arc<Mutex<Engine>>);
+pub(crate) struct SharedEngine(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    engine: Mutex<Engine>,
+    /// What a unit's forward is for now: units inside a unit take part in its passes.
+    pass: Mutex<ForwardPass>,
+}
 
 impl SharedEngine {
     pub(crate) fn new(engine: Engine) -> Self {
-        Self(Arc::new(Mutex::new(engine)))
+        Self(Arc::new(Shared { engine: Mutex::new(engine), pass: Mutex::default() }))
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Engine> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pass(&self) -> ForwardPass {
+        *self.0.pass.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_pass(&self, pass: ForwardPass) -> ForwardPass {
+        std::mem::replace(&mut *self.0.pass.lock().unwrap_or_else(PoisonError::into_inner), pass)
+    }
+
+    /// Lets the forwards until the guard is dropped be part of `pass`.
+    fn within(&self, pass: ForwardPass) -> WithinPass<'_> {
+        WithinPass { engine: self, before: self.set_pass(pass) }
+    }
+}
+
+/// Ends a pass, when its forward panics too.
+struct WithinPass<'a> {
+    engine: &'a SharedEngine,
+    before: ForwardPass,
+}
+
+impl Drop for WithinPass<'_> {
+    fn drop(&mut self) {
+        self.engine.set_pass(self.before);
     }
 }
 
@@ -80,16 +112,37 @@ pub(crate) struct UnitParam {
 pub(crate) struct UnitLink {
     pub(crate) engine: SharedEngine,
     pub(crate) unit: UnitId,
+    /// Other units whose parameters it uses too: they are gathered and freed along with it.
+    pub(crate) owners: Vec<UnitId>,
     /// In the order of the flat parameters.
     pub(crate) params: Vec<UnitParam>,
     pub(crate) recompute: bool,
-    /// A leaf that makes every call part of the graph, whatever its input.
-    pub(crate) anchor: AdTensor,
 }
 
 impl UnitLink {
     fn param(&self, id: ParamId) -> Option<&UnitParam> {
         self.params.iter().find(|param| param.id == id)
+    }
+
+    /// The units to gather for a call, its own last.
+    fn gathered(&self) -> impl DoubleEndedIterator<Item = UnitId> + '_ {
+        self.owners.iter().copied().chain([self.unit])
+    }
+
+    fn enter_forward(&self, pass: ForwardPass) {
+        self.gathered().for_each(|unit| self.engine.lock().enter_forward_in(unit, pass));
+    }
+
+    fn leave_forward(&self, pass: ForwardPass) {
+        self.gathered().rev().for_each(|unit| self.engine.lock().leave_forward_in(unit, pass));
+    }
+
+    fn enter_backward(&self) {
+        self.gathered().for_each(|unit| self.engine.lock().enter_backward(unit));
+    }
+
+    fn leave_backward(&self) {
+        self.gathered().rev().for_each(|unit| self.engine.lock().leave_backward(unit));
     }
 }
 
@@ -110,13 +163,17 @@ pub(crate) fn call<M: Module + Sync + 'static, const D: usize, const E: usize>(
     x: Tensor<D>,
     forward: Forward<M, D, E>,
 ) -> Tensor<E> {
-    link.engine.lock().enter_forward(link.unit);
+    let pass = link.engine.pass();
+    link.enter_forward(pass);
     let y = if link.engine.lock().is_evaluating() {
         forward(inner, x.without_autodiff())
+    } else if pass == ForwardPass::Untracked {
+        // The unit around this one wants values only.
+        forward(&inner.clone().map(&mut Untracked { link }), x)
     } else {
-        tracked_call(link, inner, x, &forward)
+        tracked_call(link, inner, x, &forward, pass)
     };
-    link.engine.lock().leave_forward(link.unit);
+    link.leave_forward(pass);
     y
 }
 
@@ -125,15 +182,21 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
     inner: &M,
     x: Tensor<D>,
     forward: &Forward<M, D, E>,
+    pass: ForwardPass,
 ) -> Tensor<E> {
     let x = primitive(x.autodiff());
     let x_tracked = x.is_tracked();
     let (x, x_node) = x.into_parts();
-    let (y, pass) = if link.recompute {
+    // In the backward of a unit around this one the graph is needed at once.
+    let (y, pass) = if link.recompute && pass != ForwardPass::Again {
         let untracked = inner.clone().map(&mut Untracked { link });
-        let y = forward(&untracked, from_primitive(constant(x.clone())));
+        let y = {
+            let _values_only = link.engine.within(ForwardPass::Untracked);
+            forward(&untracked, from_primitive(constant(x.clone())))
+        };
         let (link, inner, forward) = (link.clone(), inner.clone(), forward.clone());
         let again = move || {
+            let _again = link.engine.within(ForwardPass::Again);
             let (y, graph) = graph_call(&link, &inner, x, x_tracked, &forward);
             drop(y);
             graph
@@ -143,8 +206,12 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
         let (y, graph) = graph_call(link, inner, x, x_tracked, forward);
         (y, Box::new(move || graph) as BackwardPass)
     };
-    let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))) };
-    let prep = UnitStep.prepare::<NoCheckpointing>([x_node, link.anchor.node()]).compute_bound();
+    // A leaf that makes the call part of the graph, whatever its input. It is this call's own: graphs that share a node are
+    // one to Burn, and the graph inside a unit must not be that of the unit around it.
+    let anchor = primitive(Tensor::<1>::zeros([1], &Device::flex().autodiff()).require_grad());
+    let node = anchor.node();
+    let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))), _anchor: anchor };
+    let prep = UnitStep.prepare::<NoCheckpointing>([x_node, node]).compute_bound();
     let y = match prep.stateful() {
         OpsKind::Tracked(prep) => prep.finish(state, y),
         OpsKind::UnTracked(prep) => prep.finish(y),
@@ -213,6 +280,7 @@ type BackwardPass = Box<dyn FnOnce() -> InnerGraph + Send>;
 struct UnitState {
     link: Arc<UnitLink>,
     pass: Arc<Mutex<Option<BackwardPass>>>,
+    _anchor: AdTensor,
 }
 
 impl fmt::Debug for UnitState {
@@ -231,11 +299,11 @@ impl Backward<Flex, 2> for UnitStep {
     fn backward(self, ops: Ops<UnitState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy = grads.consume::<Flex>(&ops.node);
         let [x, _] = ops.parents;
-        let UnitState { link, pass } = ops.state;
+        let UnitState { link, pass, .. } = ops.state;
         let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
-        link.engine.lock().enter_backward(link.unit);
+        link.enter_backward();
         let dx = pass.and_then(|graph| graph().run(&link, dy));
-        link.engine.lock().leave_backward(link.unit);
+        link.leave_backward();
         if let (Some(x), Some(dx)) = (x, dx) {
             grads.register::<Flex>(x.id, dx);
         }
@@ -269,7 +337,7 @@ struct FreshLeaves<'a> {
 
 impl ModuleMapper for FreshLeaves<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(own) = self.link.param(param.id) else { return param };
+        let Some(own) = self.link.param(param.id) else { return untracked(param) };
         let sinks = &mut self.sinks;
         let leaf = self.leaves.entry(param.id).or_insert_with(|| {
             let tensor = constant(own.view.tensor());
@@ -291,9 +359,16 @@ impl ModuleMapper for Untracked<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         match self.link.param(param.id) {
             Some(own) => Param::initialized(param.id, from_primitive(constant(own.view.tensor()))),
-            None => param,
+            None => untracked(param),
         }
     }
+}
+
+/// A parameter that no flat parameter holds, or that a unit further in gathers: a constant on the autodiff backend. One that
+/// is there already may be a leaf of the unit around.
+pub(crate) fn untracked<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    let value = param.val();
+    if value.is_autodiff() { param } else { Param::initialized(param.id, Tensor::from_inner(value)) }
 }
 
 /// A tensor that is part of no graph.

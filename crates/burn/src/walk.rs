@@ -4,17 +4,20 @@
 //! not appear in paths. The announcement lasts for one visit and is never looked at anywhere else.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, Device, Int, Tensor};
-use shardwise_core::{DType, LayoutError, ParamSpec};
+use shardwise_core::{DType, ParamSpec};
 
 use crate::error::ShardError;
 use crate::sharded::UnitSlot;
+use crate::wrap::{Keep, Wrapping};
 
 thread_local! {
     static OPEN_UNITS: RefCell<Vec<Arc<UnitSlot>>> = const { RefCell::new(Vec::new()) };
+    static RENEWED: RefCell<Option<NewSlots>> = const { RefCell::new(None) };
 }
 
 /// Ends the announcement of a unit.
@@ -32,6 +35,36 @@ pub(crate) fn enter_unit(slot: &Arc<UnitSlot>) -> Inside {
     Inside
 }
 
+/// The slots that took the places of others, by the address of the old slot; the old one is kept so that its address stays
+/// its own.
+pub(crate) type NewSlots = HashMap<*const UnitSlot, (Arc<UnitSlot>, Arc<UnitSlot>)>;
+
+/// Runs `map`, a mapping of a module, so that the result's units have slots of their own: what is linked there is not
+/// linked in the original, nor in another model made from it. Returns the new slots too.
+pub(crate) fn renew_slots<T>(map: impl FnOnce() -> T) -> (T, NewSlots) {
+    struct Off;
+    impl Drop for Off {
+        fn drop(&mut self) {
+            RENEWED.set(None);
+        }
+    }
+    RENEWED.set(Some(NewSlots::new()));
+    let _off = Off;
+    let result = map();
+    (result, RENEWED.take().unwrap_or_default())
+}
+
+/// The slot for a mapped unit: its own, or inside [`renew_slots`] the new one, which all clones of the unit share.
+pub(crate) fn slot_after_map(slot: Arc<UnitSlot>) -> Arc<UnitSlot> {
+    RENEWED.with_borrow_mut(|renewed| match renewed {
+        None => slot,
+        Some(renewed) => {
+            let new = || (slot.clone(), Arc::<UnitSlot>::default());
+            renewed.entry(Arc::as_ptr(&slot)).or_insert_with(new).1.clone()
+        }
+    })
+}
+
 fn open_units() -> Vec<Arc<UnitSlot>> {
     OPEN_UNITS.with_borrow(Vec::clone)
 }
@@ -42,6 +75,17 @@ pub(crate) struct FoundUnit {
     /// The path of the layer.
     pub(crate) name: String,
     pub(crate) slot: Arc<UnitSlot>,
+    /// Burn's name for the layer's type, such as `Struct:Linear`.
+    container: String,
+    /// The unit around it, by index; `None` for the root.
+    pub(crate) parent: Option<usize>,
+}
+
+impl FoundUnit {
+    /// The layer's type without Burn's `Struct:` or `Enum:`.
+    pub(crate) fn container(&self) -> &str {
+        self.container.split_once(':').map_or(&self.container, |(_, name)| name)
+    }
 }
 
 /// A parameter as the walk met it.
@@ -50,28 +94,41 @@ pub(crate) struct FoundParam {
     pub(crate) id: ParamId,
     pub(crate) spec: ParamSpec,
     pub(crate) device: Device,
-    /// Index into [`Found::units`]; `None` for the root's.
+    /// The unit that it was met in, by index; `None` for the root.
     pub(crate) unit: Option<usize>,
+    /// The unit whose flat parameter it is part of: that of all its uses. Decided after the walk.
+    pub(crate) owner: Option<usize>,
+    /// Decided after the walk.
+    pub(crate) keep: Keep,
 }
 
 /// Everything a walk met, in its order.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
+    /// A unit comes before those inside it.
     pub(crate) units: Vec<FoundUnit>,
     pub(crate) params: Vec<FoundParam>,
 }
 
 impl Found {
-    /// Walks over `module` without initialising anything.
+    /// Walks over `module` without initialising anything, and decides what is a unit and who owns what.
     ///
     /// # Errors
-    /// When units nest.
-    pub(crate) fn in_module<M: Module>(module: &M) -> Result<Self, ShardError> {
+    /// When `wrapping` does not fit the module.
+    pub(crate) fn in_module<M: Module>(module: &M, wrapping: &Wrapping) -> Result<Self, ShardError> {
         let mut walker = Walker::default();
         module.visit(&mut walker);
-        match walker.nested {
-            Some(error) => Err(error.into()),
-            None => Ok(walker.found),
+        let mut found = walker.found;
+        wrapping.apply(&mut found)?;
+        Ok(found)
+    }
+
+    /// Lets the units be those of the module that [`renew_slots`] has made.
+    pub(crate) fn take_slots(&mut self, slots: &NewSlots) {
+        for unit in &mut self.units {
+            if let Some((_, new)) = slots.get(&Arc::as_ptr(&unit.slot)) {
+                unit.slot = new.clone();
+            }
         }
     }
 }
@@ -80,34 +137,29 @@ impl Found {
 struct Walker {
     found: Found,
     path: Vec<String>,
-    nested: Option<LayoutError>,
 }
 
 impl Walker {
-    /// The unit that the walk is in, entered into the list at its first sight; `path` is then the layer's own.
-    fn current_unit(&mut self) -> Option<usize> {
-        let open = open_units();
-        let slot = open.last()?;
-        let index = match self.found.units.iter().position(|u| Arc::ptr_eq(&u.slot, slot)) {
-            Some(index) => index,
-            None => {
-                self.found.units.push(FoundUnit { name: self.path.join("."), slot: slot.clone() });
-                self.found.units.len() - 1
-            }
-        };
-        if open.len() > 1 && self.nested.is_none() {
-            let outer = self.found.units.iter().find(|u| Arc::ptr_eq(&u.slot, &open[0]));
-            self.nested = Some(LayoutError::AlreadyFlat {
-                unit: self.found.units[index].name.clone(),
-                path: self.path.join("."),
-                owner: outer.map_or_else(String::new, |u| u.name.clone()),
-            });
+    /// The innermost unit that the walk is in; units are entered into the list at their first sight, when `path` is still
+    /// the layer's own and `container` its type.
+    fn current_unit(&mut self, container: &str) -> Option<usize> {
+        let mut parent = None;
+        for slot in open_units() {
+            let index = match self.found.units.iter().position(|u| Arc::ptr_eq(&u.slot, &slot)) {
+                Some(index) => index,
+                None => {
+                    let (name, container) = (self.path.join("."), container.to_string());
+                    self.found.units.push(FoundUnit { name, slot, container, parent });
+                    self.found.units.len() - 1
+                }
+            };
+            parent = Some(index);
         }
-        Some(index)
+        parent
     }
 
     fn push(&mut self, id: ParamId, shape: &[usize], kind: (DType, bool), device: Device) {
-        let unit = self.current_unit();
+        let unit = self.current_unit("Param");
         let spec = ParamSpec {
             path: self.path.join("."),
             identity: id.val(),
@@ -116,13 +168,13 @@ impl Walker {
             requires_grad: kind.1,
             owner: None,
         };
-        self.found.params.push(FoundParam { id, spec, device, unit });
+        self.found.params.push(FoundParam { id, spec, device, unit, owner: unit, keep: Keep::Sharded });
     }
 }
 
 impl ModuleVisitor for Walker {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.current_unit();
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.current_unit(container);
         self.path.push(name.to_string());
     }
 
@@ -157,7 +209,7 @@ fn float_dtype(dtype: burn::tensor::DType) -> DType {
 
 /// Whether a parameter is trained, without initialising it: Burn tells this only of values, so a stand-in of one element
 /// takes the parameter's place.
-fn requires_grad<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+pub(crate) fn requires_grad<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
     if param.is_initialized() {
         return param.is_require_grad();

@@ -121,6 +121,7 @@ pub struct FlatLayout {
     requires_grad: bool,
     numel: usize,
     world_size: usize,
+    replicated: bool,
 }
 
 impl FlatLayout {
@@ -163,7 +164,7 @@ impl FlatLayout {
             offset += numel;
         }
         let (dtype, requires_grad) = (first.dtype, first.requires_grad);
-        Ok(Self { unit, params, shared, dtype, requires_grad, numel: offset, world_size })
+        Ok(Self { unit, params, shared, dtype, requires_grad, numel: offset, world_size, replicated: false })
     }
 
     /// Lays out a mixed list as one flat parameter for each (dtype, `requires_grad`) it contains, in the order in which
@@ -214,6 +215,18 @@ impl FlatLayout {
     /// Whether the parameters are trained.
     pub fn requires_grad(&self) -> bool {
         self.requires_grad
+    }
+
+    /// The same, kept whole by every rank whatever the strategy: never gathered, its gradient reduced all the same, and
+    /// updated alike by all.
+    #[must_use]
+    pub fn replicated(self) -> Self {
+        Self { replicated: true, ..self }
+    }
+
+    /// Whether every rank keeps the whole.
+    pub fn is_replicated(&self) -> bool {
+        self.replicated
     }
 
     /// The number of ranks that share the flat parameter.

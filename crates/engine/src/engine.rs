@@ -22,6 +22,7 @@ use crate::handle::{FlatParamHandle, ParamState};
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
 use crate::optimizer::StepUpdate;
+use crate::pass::ForwardPass;
 use crate::pool::Pools;
 use crate::replicas::Replicas;
 use crate::scale::LossScaler;
@@ -282,6 +283,14 @@ impl Engine {
     /// # Panics
     /// Outside a round and an evaluation: a unit was called where its parameters cannot be gathered.
     pub fn enter_forward(&mut self, unit: UnitId) {
+        self.enter_forward_in(unit, ForwardPass::First);
+    }
+
+    /// As [`Engine::enter_forward`], for a call that is part of `pass`.
+    ///
+    /// # Panics
+    /// As [`Engine::enter_forward`].
+    pub fn enter_forward_in(&mut self, unit: UnitId, pass: ForwardPass) {
         let training = match self.phase {
             Phase::Round { .. } => true,
             Phase::Evaluation => false,
@@ -296,19 +305,31 @@ impl Engine {
         };
         let result = self.unshard_for_use(unit);
         self.keep_failure(result);
-        self.coordinator.forward(unit);
+        if pass.is_in_order() {
+            self.coordinator.forward(unit);
+        }
         self.units[unit].users += 1;
-        self.units[unit].calls += usize::from(training);
+        self.units[unit].calls += usize::from(training && pass.has_backward());
         self.note(unit, EventKind::Forward);
-        let result = self.prefetch_forward();
-        self.keep_failure(result);
+        if pass.is_in_order() {
+            let result = self.prefetch_forward();
+            self.keep_failure(result);
+        }
     }
 
     /// Frees `unit` after its forward if the strategy says so, and starts the first gather of backward after the last.
     pub fn leave_forward(&mut self, unit: UnitId) {
+        self.leave_forward_in(unit, ForwardPass::First);
+    }
+
+    /// As [`Engine::leave_forward`], for a call that is part of `pass`.
+    pub fn leave_forward_in(&mut self, unit: UnitId, pass: ForwardPass) {
         let training = matches!(self.phase, Phase::Round { .. });
         if self.release_use(unit) && (self.config.strategy.reshards_after_forward() || !training) {
             self.reshard_after_forward(unit, training);
+        }
+        if !pass.is_in_order() {
+            return;
         }
         if training && self.coordinator.turns() {
             let result = self.prefetch_backward();

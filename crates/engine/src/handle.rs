@@ -87,6 +87,8 @@ pub struct FlatParamHandle {
     used: Vec<bool>,
     /// The gradient's shard of the whole step, between the last reduction and the update.
     pub(crate) sum: Option<SharedBuffer>,
+    /// Whether the buffer that was given back last holds the gradient of the last step.
+    holds_last: bool,
     pub(crate) state_of_update: UpdateState,
     /// The average of the owned parameters over steps, if it is asked for.
     pub(crate) average: Option<HostBuffer>,
@@ -127,7 +129,7 @@ impl FlatParamHandle {
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
         let shard = layout.shard_range(group.rank());
-        let whole = group.size() == 1 || !config.strategy.is_sharded();
+        let whole = group.size() == 1 || !config.strategy.is_sharded() || layout.is_replicated();
         let (owned, numel) =
             if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
         ledger.add(Purpose::Parameters, numel);
@@ -161,6 +163,7 @@ impl FlatParamHandle {
             reduced: false,
             used: Vec::new(),
             sum: None,
+            holds_last: false,
             state_of_update,
             average,
         })
@@ -462,6 +465,7 @@ impl FlatParamHandle {
         divisor: f32,
         norm: Norm,
     ) -> Result<Option<PartialNorm>, CommError> {
+        self.holds_last = false;
         let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
         let own = &mut sum.writable()?[..self.shard.len()];
         let mut measured = norm.divide_and_measure(own, divisor);
@@ -516,6 +520,12 @@ impl FlatParamHandle {
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
         self.state_of_update.update(update, &self.owned, params, gradient);
         self.partials.give_back(sum);
+        self.holds_last = true;
+    }
+
+    /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
+    pub(crate) fn last_gradient(&self) -> Option<&SharedBuffer> {
+        if self.holds_last { self.partials.last() } else { None }
     }
 
     /// How often the parameters have been updated.

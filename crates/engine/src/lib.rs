@@ -7,10 +7,12 @@
 //! - [`engine`]: the step, and which call is allowed when.
 //! - [`handle`]: one unit's buffers and their states.
 //! - [`coordinator`]: the order of units, and what is gathered ahead.
+//! - [`pass`]: what a unit's forward is for.
 //! - [`optimizer`], [`lr`], [`norm`]: the update.
 //! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
+mod access;
 mod average;
 mod build;
 pub mod config;
@@ -24,6 +26,7 @@ pub mod lr;
 pub mod norm;
 pub mod optimizer;
 mod partial;
+pub mod pass;
 mod pool;
 mod reduce;
 mod replicas;
@@ -46,6 +49,7 @@ pub use norm::Norm;
 pub use optimizer::{
     DecayRule, GroupLr, GroupRule, MuonScale, OptimizerConfig, ParamGroups, ParamRule, StateSlice,
 };
+pub use pass::ForwardPass;
 pub use scale::{DynamicScale, LossScale, LossScaler};
 pub use view::FlatView;
 

@@ -30,6 +30,11 @@ impl PartialSums {
         self.free.push(buffer);
     }
 
+    /// The buffer that was given back last, with what was summed in it, until the next sum begins.
+    pub(crate) fn last(&self) -> Option<&SharedBuffer> {
+        self.free.last()
+    }
+
     /// Whether the next sum needs a buffer that is not there.
     pub(crate) fn needs_buffer(&self) -> bool {
         self.free.is_empty() && self.counter.lowest().is_none_or(Option::is_none)

@@ -283,7 +283,7 @@ impl Engine {
         if self.units[at].sum.is_none() {
             return Ok(());
         }
-        let whole = !self.config.strategy.is_sharded() && self.shards.size() > 1;
+        let whole = self.units[at].is_whole() && self.shards.size() > 1;
         let gradient = if whole { Some(self.gather_gradient(at)?) } else { None };
         let rank = self.group.rank();
         let handle = &mut self.units[at];

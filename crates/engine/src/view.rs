@@ -17,7 +17,8 @@ pub struct FlatView {
 }
 
 impl FlatView {
-    pub(crate) fn new(unit: &str, numel: usize) -> Self {
+    /// The elements of no flat parameter yet: nothing is present.
+    pub fn new(unit: &str, numel: usize) -> Self {
         Self { unit: unit.to_string(), numel, start: AtomicPtr::new(null_mut()) }
     }
 

@@ -7,7 +7,7 @@ use shardwise_comm::threads;
 use shardwise_core::{
     BackwardPrefetch, GatherPolicy, MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize,
 };
-use shardwise_engine::{Engine, EngineConfig, Event, EventKind, ParamStatus, UnitId};
+use shardwise_engine::{Engine, EngineConfig, Event, EventKind, ParamGroups, ParamStatus, UnitId};
 
 const UNITS: usize = 6;
 const RANKS: usize = 2;
@@ -54,11 +54,12 @@ fn no_knob_changes_a_bit_and_the_plan_knows_them_all() {
     for policy in policies() {
         let config = EngineConfig { gather: policy, ..base() };
         let (root, units) = toy.layouts(RANKS);
+        let layouts: Vec<_> = root.iter().chain(units.iter().flatten()).collect();
         let plan = MemoryPlan::new(&PlanInput {
             units: units.iter().map(UnitSize::of).collect(),
             root: UnitSize::of(&root),
             strategy: config.strategy,
-            optimizer: config.optimizer.kind(),
+            optimizer: ParamGroups::default().plan(&config, &layouts).expect("a possible optimizer"),
             schedule: StepSchedule::of_micro_batches(3 * RANKS, RANKS).expect("a schedule"),
             gather: config.gather_policy(),
             shard_group: RANKS,

@@ -14,7 +14,7 @@ const FIXTURE: &str = "gpt2-tiny";
 
 fn model(group: ProcessGroup, engine: EngineConfig) -> ShardedModel<LanguageModel> {
     let (config, _) = config(&data(FIXTURE));
-    let weights = WeightsFolder::open(&data(FIXTURE), &config).expect("weights");
+    let weights = WeightsFolder::open(data(FIXTURE), &config).expect("weights");
     let module = config.init(&Device::flex().autodiff()).expect("a valid configuration");
     let shard = ShardConfig { engine, ..optimizer("adamw").0 };
     ShardedModel::new(group, module, shard, &weights).expect("a model")

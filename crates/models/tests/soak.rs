@@ -34,7 +34,7 @@ fn a_thousand_steps_leave_nothing_behind() {
     let held = threads::run(2, DEADLINE, |group| {
         on_one_thread(|| {
             let (config, _) = config(&data(fixture));
-            let weights = WeightsFolder::open(&data(fixture), &config).expect("weights");
+            let weights = WeightsFolder::open(data(fixture), &config).expect("weights");
             let device = Device::flex().autodiff();
             let stream = Stream::of(fixture, reference(fixture).seq_len);
             let (shard, lr) = optimizer("adamw");
