@@ -54,7 +54,7 @@ pub(crate) fn layouts(
 fn check_params(found: &Found) -> Result<(), ShardError> {
     for param in found.params.iter().filter(|p| p.keep != Keep::Local && p.spec.dtype.is_float()) {
         let path = param.spec.path.clone();
-        if param.spec.dtype != DType::F32 {
+        if param.spec.dtype == DType::F64 {
             return Err(ShardError::Type { path, dtype: param.spec.dtype });
         }
         if param.device.clone().without_autodiff() != Device::flex() || !param.device.is_autodiff() {

@@ -98,7 +98,9 @@ pub enum ShardError {
         message: String,
     },
     /// A parameter is not of the type that is trained.
-    #[error("parameter `{path}` is {dtype}; parameters are trained in f32: convert it")]
+    #[error(
+        "parameter `{path}` is {dtype}; parameters are trained in f32, and gathered in f32, bf16 or f16: convert it"
+    )]
     Type {
         /// The parameter.
         path: String,

@@ -133,7 +133,7 @@ impl<'a> Values<'a> {
             let (path, stored, used) = (path.to_string(), shape.to_vec(), value.dims().to_vec());
             return Err(ShardError::Transposed { path, stored, used });
         }
-        let data = value.into_data();
+        let data = value.into_data().convert::<f32>();
         let values = data
             .as_slice::<f32>()
             .map_err(|error| ShardError::Load { path: path.to_string(), message: format!("{error:?}") })?;

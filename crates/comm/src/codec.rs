@@ -42,12 +42,13 @@ pub fn decode(wire: &[u16], dest: &mut [f32], precision: Precision) {
     }
 }
 
-/// Rounds `source` into the beginning of `buffer`, packed.
+/// Rounds `source` into `buffer`, packed, behind `start` numbers of 16 bits.
 ///
 /// # Panics
 /// When `buffer` is too short, or `precision` has not 16 bits.
-pub fn encode_packed(source: &[f32], buffer: &mut [f32], precision: Precision) {
-    encode(source, &mut bytemuck::cast_slice_mut::<f32, u16>(buffer)[..source.len()], precision);
+pub fn encode_packed(source: &[f32], buffer: &mut [f32], start: usize, precision: Precision) {
+    let wire = &mut bytemuck::cast_slice_mut::<f32, u16>(buffer)[start..start + source.len()];
+    encode(source, wire, precision);
 }
 
 /// Rounds `values` to `precision` where they are.

@@ -131,25 +131,18 @@ impl ProcessGroup {
         pending
     }
 
-    /// Lends the first `numel` elements of `buffer` to the peers, and theirs to this rank, until every rank has finished its
-    /// loan. They lie there packed, in `precision` ([`crate::codec`]), and must not be written before, which
-    /// [`SharedBuffer::writable`] sees to.
+    /// Lends the first `bytes` of `buffer` to the peers, and theirs to this rank, until every rank has finished its loan.
+    /// They must not be written before, which [`SharedBuffer::writable`] sees to.
     ///
     /// # Errors
     /// When the world has failed.
     ///
     /// # Panics
     /// When the buffer is shorter.
-    pub fn lend(
-        &self,
-        label: &str,
-        buffer: &SharedBuffer,
-        numel: usize,
-        precision: Precision,
-    ) -> Result<Loan> {
-        let fingerprint = Fingerprint::new(OpKind::AllGather, label, numel * self.size(), precision.into());
-        let started = self.begin(fingerprint, Some((buffer, numel * precision.bytes())))?;
-        Ok(Loan { started, precision })
+    pub fn lend(&self, label: &str, buffer: &SharedBuffer, bytes: usize) -> Result<Loan> {
+        assert!(bytes <= buffer.numel() * size_of::<f32>(), "the buffer holds what is lent");
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, bytes * self.size(), Wire::Bytes);
+        Ok(Loan { started: self.begin(fingerprint, Some((buffer, bytes)))? })
     }
 
     /// Starts summing the ranks' `source` buffers so that each rank gets the sum of its part: elements

@@ -145,34 +145,34 @@ impl<T: GatherTarget> PendingGather<T> {
 #[derive(Debug)]
 pub struct Loan {
     pub(crate) started: Started,
-    pub(crate) precision: Precision,
 }
 
 impl Loan {
-    /// Copies elements `range` of every rank's buffer into `dest`, one rank after another, as f32.
+    /// Copies elements `range` of every rank's buffer, which lie there packed in `precision`, into `dest`, one rank after
+    /// another, as f32.
     ///
     /// # Errors
     /// When a peer has lent something else, is lost, or is late with lending.
     ///
     /// # Panics
     /// When `dest` is not as long as the range times the number of ranks.
-    pub fn gather(&self, range: Range<usize>, dest: &mut [f32]) -> Result<()> {
+    pub fn gather(&self, range: Range<usize>, dest: &mut [f32], precision: Precision) -> Result<()> {
         let n = range.len();
         assert_eq!(
             dest.len(),
             n * self.started.channel.members().len(),
             "the gathered buffer holds every part"
         );
-        let width = self.precision.bytes();
+        let width = precision.bytes();
         let bytes = range.start * width..range.end * width;
         for peer in self.started.peers() {
             let window = self.started.window(peer, Some(bytes.clone()))?;
-            take(window.bytes(), &mut dest[peer * n..(peer + 1) * n], self.precision);
+            take(window.bytes(), &mut dest[peer * n..(peer + 1) * n], precision);
         }
         Ok(())
     }
 
-    /// Copies elements of `peer`'s buffer, from `start` on, into `dest`, as f32. No elements are read without waiting for anyone.
+    /// Copies f32 elements of `peer`'s buffer, from `start` on, into `dest`. No elements are read without waiting for anyone.
     ///
     /// # Errors
     /// As [`Loan::gather`], and when the peer's buffer is too short.
@@ -180,9 +180,9 @@ impl Loan {
         if dest.is_empty() {
             return Ok(());
         }
-        let width = self.precision.bytes();
+        let width = size_of::<f32>();
         let window = self.started.window(peer, Some(start * width..(start + dest.len()) * width))?;
-        take(window.bytes(), dest, self.precision);
+        take(window.bytes(), dest, Precision::F32);
         Ok(())
     }
 

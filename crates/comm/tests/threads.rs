@@ -308,13 +308,12 @@ fn loans_are_read_whenever_a_rank_needs_them() {
                 100,
                 round,
             ));
-            let loan =
-                group.lend("parameters", &part, part.numel(), shardwise_core::Precision::F32).expect("lent");
+            let loan = group.lend("parameters", &part, part.numel() * 4).expect("lent");
             let mut random = SplitMix64::new(round * 3 + group.rank() as u64);
             for _ in 0..random.below(5) {
                 let start = random.below(90) as usize;
                 let mut dest = vec![0.0; 3 * 10];
-                loan.gather(start..start + 10, &mut dest).expect("gathered");
+                loan.gather(start..start + 10, &mut dest, shardwise_core::Precision::F32).expect("gathered");
                 for peer in 0..3 {
                     let want = &values(peer, 100, round)[start..start + 10];
                     assert_same(&dest[peer * 10..(peer + 1) * 10], want, "a peer's range");

@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::error::LayoutError;
+use crate::precision::Precision;
 use crate::shard::ShardMetadata;
 
 /// The element type of a parameter.
@@ -26,6 +27,20 @@ pub enum DType {
 }
 
 impl DType {
+    /// Whether it is narrower than f32.
+    pub fn is_low(self) -> bool {
+        self.low().is_some()
+    }
+
+    /// The type as numbers of it travel, if it is narrower than f32.
+    pub fn low(self) -> Option<Precision> {
+        match self {
+            DType::BF16 => Some(Precision::Bf16),
+            DType::F16 => Some(Precision::F16),
+            DType::F32 | DType::F64 | DType::Int => None,
+        }
+    }
+
     /// Whether a parameter of this type can be trained.
     pub fn is_float(self) -> bool {
         self != DType::Int

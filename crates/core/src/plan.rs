@@ -17,7 +17,7 @@
 //!
 //! Adafactor, Muon and parameter groups: [`crate::statistics`]. Frozen parameters count for parameters and gathers only.
 //!
-//! Variations. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
+//! Variations. Parameters that are bf16 or f16 in the model are gathered in that, beside the others. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
 //! of one round. With a `param_dtype` below f32 a rank holds `2 S` of low-precision parameters where it gathers from
 //! peers, and gathers even where it has all parameters, to round them. A hybrid strategy has the formulas of its groups,
 //! with `W` their size, and one sum of the largest part for the way across.
@@ -34,6 +34,8 @@ use crate::strategy::ShardingStrategy;
 
 /// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
 const F32: u64 = 4;
+/// Bytes of a bf16 or f16.
+const LOW_WIDTH: u64 = 2;
 
 /// What a rank holds memory for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -109,24 +111,41 @@ pub struct UnitSize {
     pub trainable: usize,
     /// Those that are frozen: sharded and gathered, but without gradient and statistics.
     pub frozen: usize,
+    /// Those that are trained, of parameters that are bf16 or f16 in the model.
+    pub low_trainable: usize,
+    /// Those that are frozen, of such parameters.
+    pub low_frozen: usize,
 }
+
+/// Kinds of flat parameter: trained, frozen, and the same in less than f32.
+const KINDS: usize = 4;
+/// The kinds that are trained.
+const TRAINED: [usize; 2] = [0, 2];
+/// The kinds that are bf16 or f16 in the model.
+const LOW: [usize; 2] = [2, 3];
 
 impl UnitSize {
     /// The size of the flat parameters of one unit.
     pub fn of<'a>(layouts: impl IntoIterator<Item = &'a FlatLayout>) -> Self {
         layouts.into_iter().fold(Self::default(), |mut size, layout| {
-            *if layout.requires_grad() { &mut size.trainable } else { &mut size.frozen } += layout.numel();
+            let part = match (layout.dtype().is_low(), layout.requires_grad()) {
+                (false, true) => &mut size.trainable,
+                (false, false) => &mut size.frozen,
+                (true, true) => &mut size.low_trainable,
+                (true, false) => &mut size.low_frozen,
+            };
+            *part += layout.numel();
             size
         })
     }
 
-    /// Elements of both, each padded for `ranks`.
+    /// Elements of all kinds, each padded for `ranks`.
     pub fn padded(self, ranks: usize) -> usize {
         self.parts().iter().map(|numel| numel.div_ceil(ranks) * ranks).sum()
     }
 
-    fn parts(self) -> [usize; 2] {
-        [self.trainable, self.frozen]
+    fn parts(self) -> [usize; KINDS] {
+        [self.trainable, self.frozen, self.low_trainable, self.low_frozen]
     }
 }
 
@@ -164,6 +183,16 @@ impl PlanInput {
         self.strategy.is_sharded() && self.shard_group > 1
     }
 
+    /// Whether flat parameters of a kind are gathered at all: from peers, or from this rank's own to round them.
+    fn gathers(&self, kind: usize) -> bool {
+        self.gathers_from_peers() || self.is_low(kind)
+    }
+
+    /// Whether flat parameters of a kind are gathered in less than f32.
+    fn is_low(&self, kind: usize) -> bool {
+        LOW.contains(&kind) || self.precision.param_dtype.is_low()
+    }
+
     /// How often a step reduces.
     fn reductions(&self) -> usize {
         if self.unsharded_accumulation { 1 } else { self.schedule.rounds() }
@@ -182,10 +211,7 @@ impl MemoryPlan {
     pub fn new(input: &PlanInput) -> Self {
         let sizes = Sizes::new(input);
         let bytes_of = |purpose: Purpose| {
-            let width = match purpose {
-                Purpose::LowPrecisionParameters => input.precision.param_dtype.bytes() as u64,
-                _ => F32,
-            };
+            let width = if purpose == Purpose::LowPrecisionParameters { LOW_WIDTH } else { F32 };
             (purpose, width * sizes.elements(purpose, input))
         };
         Self {
@@ -215,97 +241,96 @@ impl MemoryPlan {
     }
 }
 
-/// Element counts that the formulas share. A pair holds the trainable and the frozen ones.
+/// Element counts that the formulas share, by kind of flat parameter.
+#[derive(Default)]
 struct Sizes {
     /// Without padding.
-    all: [u64; 2],
+    all: [u64; KINDS],
     /// Of one rank's shards, padding included.
-    shards: [u64; 2],
+    shards: [u64; KINDS],
     /// Of the root, padding included.
-    root: [u64; 2],
+    root: [u64; KINDS],
     /// Of all units, padding included.
-    units: [u64; 2],
+    units: [u64; KINDS],
     /// Of the largest unit, padding included.
-    largest: [u64; 2],
+    largest: [u64; KINDS],
+}
+
+fn sum(kinds: impl IntoIterator<Item = usize>, of: &[u64; KINDS]) -> u64 {
+    kinds.into_iter().map(|kind| of[kind]).sum()
 }
 
 impl Sizes {
     fn new(input: &PlanInput) -> Self {
         let w = input.shard_group;
         let padded = |numel: usize| (numel.div_ceil(w) * w) as u64;
-        let of = |part: usize| {
-            let units: Vec<u64> = input.units.iter().map(|u| padded(u.parts()[part])).collect();
-            let plain: usize = input.units.iter().map(|u| u.parts()[part]).sum();
-            let root = input.root.parts()[part];
-            let (sum, largest) = (units.iter().sum::<u64>(), units.iter().copied().max().unwrap_or(0));
-            ((plain + root) as u64, padded(root), sum, largest)
-        };
-        let [t, f] = [of(0), of(1)];
-        let shard = |(_, root, units, _): (u64, u64, u64, u64)| (root + units) / w as u64;
-        Self {
-            all: [t.0, f.0],
-            shards: [shard(t), shard(f)],
-            root: [t.1, f.1],
-            units: [t.2, f.2],
-            largest: [t.3, f.3],
+        let mut sizes = Self::default();
+        for kind in 0..KINDS {
+            let units = || input.units.iter().map(|unit| unit.parts()[kind]);
+            let root = input.root.parts()[kind];
+            sizes.all[kind] = (units().sum::<usize>() + root) as u64;
+            sizes.root[kind] = padded(root);
+            sizes.units[kind] = units().map(padded).sum();
+            sizes.largest[kind] = units().map(padded).max().unwrap_or(0);
+            sizes.shards[kind] = (sizes.root[kind] + sizes.units[kind]) / w as u64;
         }
+        sizes
     }
 
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
-        let both = |pair: [u64; 2]| pair[0] + pair[1];
-        let kept = if input.strategy.is_sharded() { self.shards } else { self.all };
-        let gathers = input.gathers_from_peers() || input.precision.param_dtype.is_low();
+        let kept = if input.strategy.is_sharded() { &self.shards } else { &self.all };
+        let gathered = |of: &[u64; KINDS]| sum((0..KINDS).filter(|kind| input.gathers(*kind)), of);
         match purpose {
-            Purpose::Parameters => both(kept),
+            Purpose::Parameters => sum(0..KINDS, kept),
             Purpose::OptimizerState => match input.optimizer.statistics {
-                PlannedStatistics::PerElement(states) => kept[0] * states as u64,
+                PlannedStatistics::PerElement(states) => sum(TRAINED, kept) * states as u64,
                 PlannedStatistics::Elements(numel) => numel as u64,
             },
-            Purpose::WeightAverages => kept[0] * u64::from(input.optimizer.average),
+            Purpose::WeightAverages => sum(TRAINED, kept) * u64::from(input.optimizer.average),
             Purpose::OptimizerScratch => input.optimizer.scratch as u64,
-            Purpose::GradientShards => self.shards[0] * max_partials(input.reductions()) as u64,
-            Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
-            Purpose::GatheredUnits if !gathers => 0,
+            Purpose::GradientShards => sum(TRAINED, &self.shards) * max_partials(input.reductions()) as u64,
+            Purpose::GatheredRoot => gathered(&self.root),
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
                 let sizes: Vec<usize> =
                     input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
-                both(self.largest) * input.gather.slots(&sizes, input.schedule.rounds()) as u64
+                gathered(&self.largest) * input.gather.slots(&sizes, input.schedule.rounds()) as u64
             }
-            Purpose::GatheredUnits => both(self.units),
-            Purpose::RootGradient => self.root[0],
-            Purpose::UnitGradient if input.unsharded_accumulation => self.units[0],
-            Purpose::UnitGradient => self.largest[0],
-            Purpose::LowPrecisionParameters => {
-                let travels = input.gathers_from_peers() && input.precision.param_dtype.is_low();
-                u64::from(travels) * both(kept)
+            Purpose::GatheredUnits => gathered(&self.units),
+            Purpose::RootGradient => sum(TRAINED, &self.root),
+            Purpose::UnitGradient if input.unsharded_accumulation => sum(TRAINED, &self.units),
+            Purpose::UnitGradient => sum(TRAINED, &self.largest),
+            Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
+                sum((0..KINDS).filter(|kind| input.is_low(*kind)), kept)
             }
+            Purpose::LowPrecisionParameters => 0,
             Purpose::ReplicaSum => {
                 let across = input.replicas() > 1 && input.strategy.is_hybrid();
-                u64::from(across) * self.largest[0].max(self.root[0]) / input.shard_group as u64
+                let largest = TRAINED.map(|kind| self.largest[kind].max(self.root[kind]));
+                u64::from(across) * largest[0].max(largest[1]) / input.shard_group as u64
             }
         }
     }
 
     fn sent_bytes(&self, input: &PlanInput) -> u64 {
         let (w, rounds) = (input.shard_group as u64, input.schedule.rounds() as u64);
-        let (params, gradients) = (input.precision.param_dtype, input.precision.reduce_dtype);
         let sharded = input.strategy.is_sharded();
-        let gathered = match (sharded, input.strategy.reshards_after_forward()) {
+        let gathered = |kind: usize| match (sharded, input.strategy.reshards_after_forward()) {
             (false, _) => 0,
             (true, reshards) => {
                 let passes = rounds * (1 + u64::from(reshards));
-                self.root[0] + self.root[1] + passes * (self.units[0] + self.units[1])
+                let width =
+                    if LOW.contains(&kind) { LOW_WIDTH } else { input.precision.param_dtype.bytes() as u64 };
+                width * (self.root[kind] + passes * self.units[kind])
             }
         };
-        let (once, reductions) = (self.root[0] + self.units[0], input.reductions() as u64);
+        let (once, reductions) =
+            (sum(TRAINED, &self.root) + sum(TRAINED, &self.units), input.reductions() as u64);
         // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
-        let summed = u64::from(!sharded) * once;
+        let summed = u64::from(!sharded) * once * F32;
         let across = if input.strategy.is_hybrid() { input.replicas() - 1 } else { 0 };
-        let part = |elements: u64| elements / w;
-        (w - 1)
-            * (part(gathered) * params.bytes() as u64
-                + part(once * reductions) * gradients.bytes() as u64
-                + part(summed) * F32)
-            + across * part(once * reductions) * F32
+        let reduced = once * reductions * input.precision.reduce_dtype.bytes() as u64;
+        // Every padded size is a multiple of the group's.
+        (w - 1) * ((0..KINDS).map(gathered).sum::<u64>() + reduced + summed) / w
+            + across * once * reductions * F32 / w
     }
 }

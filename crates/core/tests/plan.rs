@@ -40,8 +40,8 @@ fn impossible_batches_say_what_would_work() {
 
 fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rounds: usize) -> PlanInput {
     PlanInput {
-        units: vec![UnitSize { trainable: 103, frozen: 0 }; 4],
-        root: UnitSize { trainable: 57, frozen: 0 },
+        units: vec![UnitSize { trainable: 103, ..UnitSize::default() }; 4],
+        root: UnitSize { trainable: 57, ..UnitSize::default() },
         strategy,
         optimizer: OptimizerPlan::per_element(optimizer.states(1)),
         schedule: StepSchedule::of_micro_batches(ranks * rounds, ranks).expect("enough micro-batches"),

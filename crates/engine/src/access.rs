@@ -62,7 +62,8 @@ impl Engine {
                 continue;
             }
             let numel = self.units[at].layout().padded_numel();
-            let pool = self.pools.gradient(unit.is_root());
+            let kind = self.units[at].kind();
+            let pool = self.pools.gradient(unit.is_root(), kind);
             let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
             let mut dest = self.comm(taken)?;
             let handle = &self.units[at];
@@ -73,7 +74,7 @@ impl Engine {
             if gathered.is_ok() {
                 read(at.part, handle.layout(), &dest.as_slice()[..handle.layout().numel()]);
             }
-            self.pools.gradient(unit.is_root()).give(dest);
+            self.pools.gradient(unit.is_root(), kind).give(dest);
             self.comm(gathered)?;
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shardwise_comm::ProcessGroup;
-use shardwise_core::{FlatLayout, Precision, Purpose};
+use shardwise_core::{FlatLayout, Purpose};
 
 use crate::Result;
 use crate::config::EngineConfig;
@@ -91,7 +91,7 @@ impl Engine {
             low: None,
             low_version: None,
             version: 0,
-            gather_precision: Precision::F32,
+            gathers_masters: false,
             replicas: None,
             scaler: LossScaler::new(config.loss_scale),
             updates: 0,
@@ -102,6 +102,7 @@ impl Engine {
             units,
             params,
             loan: None,
+            low_loan: None,
             reducing: VecDeque::new(),
             diverged: false,
             reductions,
@@ -127,11 +128,17 @@ impl Engine {
 
     /// Allocates what some configurations need besides parameters and statistics.
     fn allocate_derived(&mut self, replicas: Option<ProcessGroup>) -> Result<()> {
-        let precision = self.config.precision.param_dtype;
-        if precision.is_low() && self.config.strategy.is_sharded() && self.shards.size() > 1 {
-            let bytes = self.params.numel() * precision.bytes();
-            self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
-            self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
+        if self.config.strategy.is_sharded() && self.shards.size() > 1 {
+            let mut numel = 0;
+            for handle in self.units.handles_mut().filter(|handle| handle.param_dtype().is_low()) {
+                handle.low_start = numel;
+                numel += handle.span().len();
+            }
+            if numel > 0 {
+                let bytes = numel * size_of::<u16>();
+                self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
+                self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
+            }
         }
         if let Some(replicas) = replicas {
             let parts = self.units.handles().filter(|h| h.is_trainable());

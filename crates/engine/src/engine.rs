@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
 use shardwise_core::{
-    BackwardPrefetch, FlatLayout, GatherPolicy, Precision, RoundAssignment, StepSchedule, max_partials,
+    BackwardPrefetch, FlatLayout, GatherPolicy, RoundAssignment, StepSchedule, max_partials,
 };
 
 use crate::Result;
@@ -67,10 +67,12 @@ pub struct Engine {
     /// The parameters as they travel, if that is not as they rest, and their version.
     pub(crate) low: Option<SharedBuffer>,
     pub(crate) low_version: Option<u64>,
-    /// The type of the gathers under way.
-    pub(crate) gather_precision: Precision,
+    /// Whether the gathers under way are of the masters, whatever else travels.
+    pub(crate) gathers_masters: bool,
     /// While units are gathered: the right to read the peers' parameters.
     pub(crate) loan: Option<Loan>,
+    /// The same for those that travel rounded.
+    pub(crate) low_loan: Option<Loan>,
     /// Flat parameters whose reductions are under way, in the order in which they were started.
     pub(crate) reducing: VecDeque<Place>,
     /// Whether ranks have used different units in the current round.

@@ -15,6 +15,7 @@ use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::state::{Kept, UpdateState};
 use crate::optimizer::{ParamRule, StateSlice, StepUpdate};
 use crate::partial::PartialSums;
+use crate::pool::PartKind;
 use crate::replicas::Replicas;
 use crate::view::FlatView;
 
@@ -65,6 +66,8 @@ pub(crate) enum GradientState {
 pub struct FlatParamHandle {
     pub(crate) layout: FlatLayout,
     precision: MixedPrecision,
+    /// Where the owned elements lie among those that travel in less than f32, if they do.
+    pub(crate) low_start: usize,
     /// Ranks that read this rank's part of a gather.
     readers: usize,
     /// The ranks, in the group of reductions, that share one copy of the model with this one.
@@ -111,7 +114,14 @@ pub(crate) struct HandleConfig {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum GatherFrom<'a> {
     /// Every rank lends its part.
-    Peers(&'a Loan),
+    Peers {
+        /// What they lend.
+        loan: &'a Loan,
+        /// Where this flat parameter lies in it.
+        start: usize,
+        /// In which type.
+        precision: Precision,
+    },
     /// This rank has all of them, to be rounded.
     Own(&'a [f32], Precision),
     /// Nobody lends any more, after a failure.
@@ -142,14 +152,12 @@ impl FlatParamHandle {
             None
         };
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
-        let state = if whole && !config.precision.param_dtype.is_low() {
-            ParamState::Resident
-        } else {
-            ParamState::Sharded
-        };
+        let param_dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
+        let state = if whole && !param_dtype.is_low() { ParamState::Resident } else { ParamState::Sharded };
         Ok(Self {
             layout,
-            precision: config.precision,
+            precision: MixedPrecision { param_dtype, ..config.precision },
+            low_start: 0,
             readers: if whole { 0 } else { group.size() - 1 },
             sharers: config.first_sharer..config.first_sharer + group.size(),
             replicas: if config.strategy.is_hybrid() { config.world / group.size() } else { 1 },
@@ -182,6 +190,16 @@ impl FlatParamHandle {
     /// The elements of the flat parameter that this rank keeps.
     pub fn owned(&self) -> Range<usize> {
         self.owned.clone()
+    }
+
+    /// The type in which the parameters travel to a computation.
+    pub(crate) fn param_dtype(&self) -> Precision {
+        self.precision.param_dtype
+    }
+
+    /// Which pools its buffers come from: flat parameters of a unit that differ in this are gathered at the same time.
+    pub(crate) fn kind(&self) -> PartKind {
+        PartKind::of(&self.layout)
     }
 
     /// Where the owned elements lie in the engine's parameters, padding included.
@@ -244,37 +262,46 @@ impl FlatParamHandle {
         self.readers == 0
     }
 
-    /// Waits for a gather that is under way. After a failure the buffer holds zeros, so that the computation it was meant
-    /// for can run to its end.
-    pub(crate) fn wait_for_unshard(&mut self, from: GatherFrom<'_>) -> Result<(), CommError> {
+    /// Takes the buffer of a gather that is under way, to [`FlatParamHandle::fill`] it.
+    pub(crate) fn take_in_flight(&mut self) -> Option<HostBuffer> {
         match std::mem::replace(&mut self.state, ParamState::Sharded) {
-            ParamState::InFlight(mut buffer) => {
-                let dest = dest_of(&mut buffer, &self.layout);
-                let result = match from {
-                    GatherFrom::Peers(loan) => loan.gather(self.span.clone(), dest),
-                    GatherFrom::Own(params, precision) => {
-                        let dest = &mut dest[..params.len()];
-                        dest.copy_from_slice(params);
-                        round(dest, precision);
-                        Ok(())
-                    }
-                    GatherFrom::Nowhere => {
-                        dest.fill(0.0);
-                        Ok(())
-                    }
-                };
-                if result.is_err() {
-                    dest_of(&mut buffer, &self.layout).fill(0.0);
-                }
-                self.view.set(buffer.as_ptr());
-                self.state = ParamState::Gathered(buffer);
-                result
-            }
+            ParamState::InFlight(buffer) => Some(buffer),
             other => {
                 self.state = other;
-                Ok(())
+                None
             }
         }
+    }
+
+    /// Fills the buffer of a gather, waiting for peers. After a failure it holds zeros, so that the computation it was meant
+    /// for can run to its end.
+    pub(crate) fn fill(&self, buffer: &mut HostBuffer, from: GatherFrom<'_>) -> Result<(), CommError> {
+        let dest = &mut buffer.as_mut_slice()[..self.layout.padded_numel()];
+        let result = match from {
+            GatherFrom::Peers { loan, start, precision } => {
+                loan.gather(start..start + self.span.len(), dest, precision)
+            }
+            GatherFrom::Own(params, precision) => {
+                let dest = &mut dest[..params.len()];
+                dest.copy_from_slice(params);
+                round(dest, precision);
+                return Ok(());
+            }
+            GatherFrom::Nowhere => {
+                dest.fill(0.0);
+                return Ok(());
+            }
+        };
+        if result.is_err() {
+            dest.fill(0.0);
+        }
+        result
+    }
+
+    /// Lets the full parameters in `buffer` be seen.
+    pub(crate) fn gathered(&mut self, buffer: HostBuffer) {
+        self.view.set(buffer.as_ptr());
+        self.state = ParamState::Gathered(buffer);
     }
 
     /// Frees the full parameters and returns their buffer; nothing to do when they are resident.
@@ -563,9 +590,4 @@ impl FlatParamHandle {
     fn sum_bytes_sent(&self) -> u64 {
         ((self.sharers.len() - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
     }
-}
-
-/// The part of a buffer of the pool that a flat parameter needs.
-fn dest_of<'a>(buffer: &'a mut HostBuffer, layout: &FlatLayout) -> &'a mut [f32] {
-    &mut buffer.as_mut_slice()[..layout.padded_numel()]
 }

@@ -47,46 +47,65 @@ impl<B: GatherTarget> Pool<B> {
     }
 }
 
-/// The pools of an engine: the root has its own, and so have frozen parameters, whose sizes are others.
+/// What a flat parameter shares with those of other units whose buffers it can use: those of one unit differ in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PartKind {
+    trainable: bool,
+    low: bool,
+}
+
+impl PartKind {
+    /// By [`PartKind::index`].
+    const ALL: [PartKind; 4] = [
+        PartKind { trainable: true, low: false },
+        PartKind { trainable: false, low: false },
+        PartKind { trainable: true, low: true },
+        PartKind { trainable: false, low: true },
+    ];
+
+    pub(crate) fn of(layout: &FlatLayout) -> Self {
+        Self { trainable: layout.requires_grad(), low: layout.dtype().is_low() }
+    }
+
+    fn index(self) -> usize {
+        usize::from(!self.trainable) + 2 * usize::from(self.low)
+    }
+}
+
+/// The pools of an engine: the root has its own, and so has each kind of flat parameter.
 #[derive(Debug)]
 pub(crate) struct Pools {
     root_params: Pool<HostBuffer>,
-    trainable_params: Pool<HostBuffer>,
-    frozen_params: Pool<HostBuffer>,
+    unit_params: [Pool<HostBuffer>; 4],
     root_gradient: Pool<SharedBuffer>,
-    unit_gradient: Pool<SharedBuffer>,
+    unit_gradient: [Pool<SharedBuffer>; 4],
 }
 
 impl Pools {
     /// For units of these layouts.
     pub(crate) fn new(units: &[Vec<FlatLayout>], config: &EngineConfig) -> Self {
-        let largest = |trainable: bool| {
-            let parts = units.iter().flatten().filter(|l| l.requires_grad() == trainable);
+        let largest = |kind: PartKind| {
+            let parts = units.iter().flatten().filter(|layout| PartKind::of(layout) == kind);
             parts.map(FlatLayout::padded_numel).max().unwrap_or(0)
         };
         // Units that are freed after each use share buffers, any unit any of them.
-        let slot = |trainable| if config.strategy.reshards_after_forward() { largest(trainable) } else { 0 };
-        let gradient = if config.accumulation == Accumulation::Sharded { largest(true) } else { 0 };
+        let slot = |kind| if config.strategy.reshards_after_forward() { largest(kind) } else { 0 };
+        let gradient = |kind| if config.accumulation == Accumulation::Sharded { largest(kind) } else { 0 };
         Self {
             root_params: Pool::new(Purpose::GatheredRoot, 0),
-            trainable_params: Pool::new(Purpose::GatheredUnits, slot(true)),
-            frozen_params: Pool::new(Purpose::GatheredUnits, slot(false)),
+            unit_params: PartKind::ALL.map(|kind| Pool::new(Purpose::GatheredUnits, slot(kind))),
             root_gradient: Pool::new(Purpose::RootGradient, 0),
-            unit_gradient: Pool::new(Purpose::UnitGradient, gradient),
+            unit_gradient: PartKind::ALL.map(|kind| Pool::new(Purpose::UnitGradient, gradient(kind))),
         }
     }
 
     /// Where full parameters are gathered.
-    pub(crate) fn params(&mut self, root: bool, trainable: bool) -> &mut Pool<HostBuffer> {
-        match (root, trainable) {
-            (true, _) => &mut self.root_params,
-            (false, true) => &mut self.trainable_params,
-            (false, false) => &mut self.frozen_params,
-        }
+    pub(crate) fn params(&mut self, root: bool, kind: PartKind) -> &mut Pool<HostBuffer> {
+        if root { &mut self.root_params } else { &mut self.unit_params[kind.index()] }
     }
 
     /// Where full gradients are written, for peers to read in place.
-    pub(crate) fn gradient(&mut self, root: bool) -> &mut Pool<SharedBuffer> {
-        if root { &mut self.root_gradient } else { &mut self.unit_gradient }
+    pub(crate) fn gradient(&mut self, root: bool, kind: PartKind) -> &mut Pool<SharedBuffer> {
+        if root { &mut self.root_gradient } else { &mut self.unit_gradient[kind.index()] }
     }
 }

@@ -25,7 +25,7 @@ impl Engine {
         if !at.unit.is_root() {
             self.finish_reductions()?;
         }
-        let pool = self.pools.gradient(at.unit.is_root());
+        let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let mut buffer = self.comm(taken)?;
         let released = buffer.writable().map(drop);
@@ -86,7 +86,7 @@ impl Engine {
         result: shardwise_comm::Result<()>,
     ) -> Result<()> {
         if let Some(buffer) = buffer {
-            self.pools.gradient(at.unit.is_root()).give(buffer);
+            self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(buffer);
         }
         self.note(at.unit, EventKind::Reduced);
         self.comm(result)
@@ -159,7 +159,8 @@ impl Engine {
                 let buffer = self.group.allocate(self.units[at].layout().padded_numel());
                 let buffer = self.comm(buffer)?;
                 self.ledger.add(Purpose::UnitGradient, buffer.numel());
-                self.pools.gradient(false).give(buffer);
+                let kind = self.units[at].kind();
+                self.pools.gradient(false, kind).give(buffer);
             }
         }
         self.unsharded_reserved = true;
@@ -290,7 +291,7 @@ impl Engine {
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         handle.update(update, &mut params[handle.span()], gradient.as_ref());
         if let Some(gradient) = gradient {
-            self.pools.gradient(at.unit.is_root()).give(gradient);
+            self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(gradient);
         }
         self.note(at.unit, EventKind::Updated);
         Ok(())
@@ -299,7 +300,7 @@ impl Engine {
     /// Gathers the summed gradient, for every rank to update all parameters.
     fn gather_gradient(&mut self, at: Place) -> Result<SharedBuffer> {
         let numel = self.units[at].layout().padded_numel();
-        let pool = self.pools.gradient(at.unit.is_root());
+        let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let dest = self.comm(taken)?;
         let handle = &mut self.units[at];

@@ -9,7 +9,7 @@ use crate::config::UnitId;
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventKind;
-use crate::handle::{GatherFrom, ParamState};
+use crate::handle::GatherFrom;
 use crate::unit::Place;
 
 impl Engine {
@@ -21,34 +21,62 @@ impl Engine {
     /// Lets the peers read this rank's parameters, and this rank theirs, until [`Engine::end_loan`]: the masters when `full`
     /// says so, otherwise as they are rounded for the computation.
     pub(crate) fn begin_loan(&mut self, full: bool) -> Result<()> {
-        self.gather_precision = if full { Precision::F32 } else { self.config.precision.param_dtype };
-        if self.config.strategy.is_sharded() && self.shards.size() > 1 {
+        self.gathers_masters = full;
+        if !self.config.strategy.is_sharded() || self.shards.size() == 1 {
+            return Ok(());
+        }
+        if full || self.units.handles().any(|handle| !handle.param_dtype().is_low()) {
+            let bytes = self.params.numel() * size_of::<f32>();
+            self.loan = Some(self.comm(self.shards.lend("parameters", &self.params, bytes))?);
+        }
+        if !full {
             self.round_params()?;
-            let lent = self.low.as_ref().filter(|_| self.gather_precision.is_low());
-            let buffer = lent.unwrap_or(&self.params);
-            let numel = self.params.numel();
-            let lent = self.shards.lend("parameters", buffer, numel, self.gather_precision);
-            self.loan = Some(self.comm(lent)?);
+            if let Some(low) = &self.low {
+                let bytes = low.numel() * size_of::<f32>();
+                self.low_loan = Some(self.comm(self.shards.lend("parameters", low, bytes))?);
+            }
         }
         Ok(())
     }
 
-    /// Brings the rounded parameters up to the masters' version, if they are to be gathered.
+    /// Brings the rounded parameters up to the masters' version.
     fn round_params(&mut self) -> Result<()> {
-        if self.gather_precision.is_low() && self.low_version != Some(self.version) {
-            let rank = self.group.rank();
-            if let Some(low) = &mut self.low {
-                let low = low.writable().map_err(|source| EngineError::Comm { rank, source })?;
-                encode_packed(self.params.as_slice(), low, self.gather_precision);
-            }
-            self.low_version = Some(self.version);
+        let Some(low) = self.low.as_mut().filter(|_| self.low_version != Some(self.version)) else {
+            return Ok(());
+        };
+        let rank = self.group.rank();
+        let low = low.writable().map_err(|source| EngineError::Comm { rank, source })?;
+        for handle in self.units.handles().filter(|handle| handle.param_dtype().is_low()) {
+            let masters = &self.params.as_slice()[handle.span()];
+            encode_packed(masters, low, handle.low_start, handle.param_dtype());
         }
+        self.low_version = Some(self.version);
         Ok(())
     }
 
     pub(crate) fn end_loan(&mut self) {
-        if let Some(loan) = self.loan.take() {
+        for loan in [self.loan.take(), self.low_loan.take()].into_iter().flatten() {
             loan.finish();
+        }
+    }
+
+    /// The type in which a flat parameter is gathered now.
+    fn gather_precision(&self, at: Place) -> Precision {
+        if self.gathers_masters { Precision::F32 } else { self.units[at].param_dtype() }
+    }
+
+    /// Where a flat parameter is gathered from now.
+    fn gather_from(&self, at: Place) -> GatherFrom<'_> {
+        let (handle, precision) = (&self.units[at], self.gather_precision(at));
+        let (loan, start) = if precision.is_low() {
+            (&self.low_loan, handle.low_start)
+        } else {
+            (&self.loan, handle.span().start)
+        };
+        match loan {
+            _ if handle.is_whole() => GatherFrom::Own(&self.params.as_slice()[handle.span()], precision),
+            Some(loan) => GatherFrom::Peers { loan, start, precision },
+            None => GatherFrom::Nowhere,
         }
     }
 
@@ -62,9 +90,10 @@ impl Engine {
         }
         let numel = self.units[at].layout().padded_numel();
         let dest = self.gather_buffer(at, numel)?;
+        let precision = self.gather_precision(at);
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
-        self.bytes_sent += handle.gather_bytes_sent(self.gather_precision);
+        self.bytes_sent += handle.gather_bytes_sent(precision);
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);
@@ -77,16 +106,9 @@ impl Engine {
         // Every part is waited for, so that a failure leaves zeros and not a hole.
         let mut result = Ok(());
         for at in self.parts_of(unit) {
-            if matches!(self.units[at].state, ParamState::InFlight(_)) {
-                let handle = &mut self.units[at];
-                let from = match &self.loan {
-                    _ if handle.is_whole() => {
-                        GatherFrom::Own(&self.params.as_slice()[handle.span()], self.gather_precision)
-                    }
-                    Some(loan) => GatherFrom::Peers(loan),
-                    None => GatherFrom::Nowhere,
-                };
-                let arrived = handle.wait_for_unshard(from);
+            if let Some(mut buffer) = self.units[at].take_in_flight() {
+                let arrived = self.units[at].fill(&mut buffer, self.gather_from(at));
+                self.units[at].gathered(buffer);
                 self.note(unit, EventKind::Gathered);
                 result = result.and(self.comm(arrived));
             }
@@ -198,14 +220,12 @@ impl Engine {
 
     /// A buffer for a gather: a free one, that of a prefetch which nobody has used, or a new one.
     fn gather_buffer(&mut self, at: Place, numel: usize) -> Result<HostBuffer> {
-        let (root, trainable) = (at.unit.is_root(), self.units[at].is_trainable());
-        if !root
-            && self.config.strategy.reshards_after_forward()
-            && !self.pools.params(root, trainable).has(numel)
+        let (root, kind) = (at.unit.is_root(), self.units[at].kind());
+        if !root && self.config.strategy.reshards_after_forward() && !self.pools.params(root, kind).has(numel)
         {
             self.drop_unused_gathers(Some(at.unit));
         }
-        let taken = self.pools.params(root, trainable).take(numel, &mut self.ledger, HostBuffer::new);
+        let taken = self.pools.params(root, kind).take(numel, &mut self.ledger, HostBuffer::new);
         self.comm(taken)
     }
 
@@ -231,10 +251,9 @@ impl Engine {
     pub(crate) fn reshard(&mut self, unit: UnitId) {
         for at in self.parts_of(unit) {
             let handle = &mut self.units[at];
-            let (bytes, trainable) =
-                (handle.layout().padded_numel() * size_of::<f32>(), handle.is_trainable());
+            let (bytes, kind) = (handle.layout().padded_numel() * size_of::<f32>(), handle.kind());
             if let Some(buffer) = handle.reshard() {
-                self.pools.params(unit.is_root(), trainable).give(buffer);
+                self.pools.params(unit.is_root(), kind).give(buffer);
                 self.gathered_bytes -= bytes as u64;
                 self.note(unit, EventKind::Released);
             }

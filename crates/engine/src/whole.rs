@@ -6,7 +6,7 @@
 
 use shardwise_comm::{CommError, HostBuffer, ProcessGroup, SharedBuffer};
 use shardwise_core::statistics::overlap;
-use shardwise_core::{OptimizerKind, ParamInfo, Precision, Purpose, ScratchSize};
+use shardwise_core::{OptimizerKind, ParamInfo, Purpose, ScratchSize};
 
 use crate::Result;
 use crate::engine::Engine;
@@ -238,7 +238,7 @@ impl Engine {
                 let bits = sum.to_bits();
                 *pair = [f32::from_bits((bits >> 32) as u32), f32::from_bits(bits as u32)];
             }
-            let loan = self.shards.lend("optimizer sums", shared, words, Precision::F32)?;
+            let loan = self.shards.lend("optimizer sums", shared, words * size_of::<f32>())?;
             sums.fill(0.0);
             let theirs = &mut private.as_mut_slice()[..words];
             for peer in 0..ranks {
@@ -286,7 +286,7 @@ impl Engine {
             shared.writable()?[..range.len()].copy_from_slice(&sum.as_slice()[range.clone()]);
             return Ok(());
         }
-        let loan = self.shards.lend(handle.name(), sum, sum.numel(), Precision::F32)?;
+        let loan = self.shards.lend(handle.name(), sum, sum.numel() * size_of::<f32>())?;
         if owns {
             let matrix = shared.writable()?;
             for peer in 0..self.shards.size() {
@@ -321,7 +321,7 @@ impl Engine {
         let (ranks, own) = (self.shards.size(), self.shards.rank());
         let sharded = self.config.strategy.is_sharded();
         let Some(shared) = self.whole.shared.as_ref() else { return Ok(()) };
-        let lend = || self.shards.lend("Muon's results", shared, shared.numel(), Precision::F32);
+        let lend = || self.shards.lend("Muon's results", shared, shared.numel() * size_of::<f32>());
         let loan = if ranks > 1 { Some(lend()?) } else { None };
         let params = self.params.writable()?;
         for (owner, place) in round.iter().enumerate() {

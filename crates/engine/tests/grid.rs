@@ -62,7 +62,13 @@ fn every_combination_equals_the_unsharded_run() {
         for numel in [0, 1, 3, 5, 17, 64] {
             // A parameter without elements has others beside it.
             let unit = if numel == 0 { vec![vec![0], vec![2]] } else { vec![vec![numel]] };
-            let toy = Toy { root: unit.clone(), units: vec![unit; 2], frozen: vec![], last_unused: false };
+            let toy = Toy {
+                root: unit.clone(),
+                units: vec![unit; 2],
+                frozen: vec![],
+                low: vec![],
+                last_unused: false,
+            };
             for name in ["f32", "bf16"] {
                 for rounds in [1, 3] {
                     for prefetch in [true, false] {
@@ -83,7 +89,7 @@ fn every_combination_equals_the_unsharded_run() {
 /// and a loss scale; with gradients that add up unsharded.
 #[test]
 fn mixed_units_and_narrow_wires() {
-    let toy = Toy { frozen: vec![vec![3, 3], vec![1]], ..Toy::new(3) };
+    let toy = Toy { frozen: vec![vec![3, 3], vec![1]], low: vec![vec![5, 2], vec![1]], ..Toy::new(3) };
     let base = EngineConfig { norm: Norm::L2, ..config(ShardingStrategy::FullShard, ADAMW) };
     let dynamic = LossScale::Dynamic(DynamicScale { initial: 256.0, ..DynamicScale::default() });
     for world in 1..=4 {

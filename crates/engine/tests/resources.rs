@@ -76,7 +76,7 @@ fn the_ledger_equals_the_plan_to_the_byte() {
 #[test]
 fn variations_of_the_plan() {
     use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
-    let toy = Toy { frozen: vec![vec![4, 2], vec![3]], ..Toy::new(3) };
+    let toy = Toy { frozen: vec![vec![4, 2], vec![3]], low: vec![vec![5, 2], vec![1]], ..Toy::new(3) };
     let both_low = MixedPrecision { reduce_dtype: Precision::Bf16, ..MixedPrecision::BF16 };
     for (strategy, ranks, shard_group) in [
         (FullShard, 1, None),

@@ -98,12 +98,14 @@ fn models_of_every_build() {
         root: vec![vec![1], vec![1]],
         units: vec![vec![vec![1], vec![1]], vec![vec![2], vec![0]]],
         frozen: vec![],
+        low: vec![],
         last_unused: true,
     };
     let uneven = Toy {
         root: vec![vec![3], vec![2]],
         units: vec![vec![vec![40], vec![1]], vec![vec![2], vec![1]], vec![vec![9, 9], vec![5]]],
         frozen: vec![],
+        low: vec![],
         last_unused: true,
     };
     // F6: what is frozen is a flat parameter of its own, and is bit-unchanged.

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
 use shardwise_core::{
-    CarryCounter, FlatLayout, ParamInfo, ParamSpec, Precision, RoundAssignment, ShardingStrategy, pre_divisor,
+    CarryCounter, DType, FlatLayout, ParamInfo, ParamSpec, Precision, RoundAssignment, ShardingStrategy,
+    pre_divisor,
 };
 use shardwise_engine::{
     Accumulation, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, StepReport, UnitId,
@@ -47,6 +48,8 @@ pub struct Toy {
     pub units: Vec<Shapes>,
     /// Frozen parameters that the root and every unit have besides.
     pub frozen: Shapes,
+    /// Trained parameters that are bf16 in the model, which the root and every unit have besides.
+    pub low: Shapes,
     /// Whether no micro-batch uses the last trained parameter of the root and of each unit.
     pub last_unused: bool,
 }
@@ -55,17 +58,24 @@ impl Toy {
     /// `n` units with parameters of awkward sizes, and a root.
     pub fn new(n: usize) -> Self {
         let unit = vec![vec![3, 5], vec![5], vec![0], vec![1], vec![17]];
-        Self { root: vec![vec![7, 3], vec![2]], units: vec![unit; n], frozen: vec![], last_unused: true }
+        Self {
+            root: vec![vec![7, 3], vec![2]],
+            units: vec![unit; n],
+            frozen: vec![],
+            low: vec![],
+            last_unused: true,
+        }
     }
 
     fn layouts_of(&self, name: &str, shapes: &Shapes, world: usize) -> Vec<FlatLayout> {
-        let spec = |(i, (shape, requires_grad)): (usize, (&Vec<usize>, bool))| {
+        let spec = |(i, (shape, requires_grad, dtype)): (usize, (&Vec<usize>, bool, DType))| {
             let unused = self.last_unused && i + 1 == shapes.len();
             let path = if unused { format!("{name}.{UNUSED}") } else { format!("{name}.p{i}") };
-            ParamSpec { requires_grad, ..ParamSpec::f32(path, i as u64, shape.clone()) }
+            ParamSpec { requires_grad, dtype, ..ParamSpec::f32(path, i as u64, shape.clone()) }
         };
-        let trainable = shapes.iter().map(|s| (s, true));
-        let all = trainable.chain(self.frozen.iter().map(|s| (s, false)));
+        let trainable = shapes.iter().map(|s| (s, true, DType::F32));
+        let low = self.low.iter().map(|s| (s, true, DType::BF16));
+        let all = trainable.chain(self.frozen.iter().map(|s| (s, false, DType::F32))).chain(low);
         let specs: Vec<ParamSpec> = all.enumerate().map(spec).collect();
         if specs.is_empty() {
             vec![]
@@ -212,7 +222,8 @@ impl Reference {
             let mut gradients = vec![0.0; layout.numel()];
             for param in layout.params().iter().filter(|p| layout.requires_grad() && is_used(p)) {
                 for e in param.range() {
-                    let value = rounded(values[e], config.precision.param_dtype);
+                    let dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
+                    let value = rounded(values[e], dtype);
                     let of = |m: usize| gradient(value, e, m, self.step);
                     gradients[e] = averaged(micro_batches, ranks, config, of);
                 }
