@@ -5,7 +5,8 @@ mod common;
 use common::{ADAMW, DEADLINE, Toy, compute_round, compute_step, config, full_params, train};
 use shardwise_comm::threads;
 use shardwise_core::{
-    BackwardPrefetch, GatherPolicy, MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize,
+    BackwardPrefetch, GatherPolicy, MemoryPlan, OptimizerPlan, PlanInput, Purpose, ShardingStrategy,
+    StepSchedule, UnitSize,
 };
 use shardwise_engine::{Engine, EngineConfig, Event, EventKind, ParamStatus, UnitId};
 
@@ -58,7 +59,7 @@ fn no_knob_changes_a_bit_and_the_plan_knows_them_all() {
             units: units.iter().map(UnitSize::of).collect(),
             root: UnitSize::of(&root),
             strategy: config.strategy,
-            optimizer: config.optimizer.kind(),
+            optimizer: OptimizerPlan::per_element(config.optimizer.kind().states(1)),
             schedule: StepSchedule::of_micro_batches(3 * RANKS, RANKS).expect("a schedule"),
             gather: config.gather_policy(),
             shard_group: RANKS,
