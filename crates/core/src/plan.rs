@@ -263,6 +263,9 @@ impl Sizes {
             },
             Purpose::WeightAverages => kept[0] * u64::from(input.optimizer.average),
             Purpose::OptimizerScratch => input.optimizer.scratch as u64,
+            Purpose::GradientShards if input.optimizer.in_backward => {
+                self.largest[0].max(self.root[0]) / input.shard_group as u64
+            }
             Purpose::GradientShards => self.shards[0] * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => u64::from(gathers) * both(self.root),
             Purpose::GatheredUnits if !gathers => 0,
