@@ -20,7 +20,8 @@
 //! Variations. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
 //! of one round. With a `param_dtype` below f32 a rank holds `2 S` of low-precision parameters where it gathers from
 //! peers, and gathers even where it has all parameters, to round them. A hybrid strategy has the formulas of its groups,
-//! with `W` their size, and one sum of the largest part for the way across.
+//! with `W` their size, and one sum of the largest part for the way across. With the step inside
+//! backward partial sums take one part of the largest flat parameter.
 
 use std::fmt;
 
