@@ -174,7 +174,7 @@ impl<M: Module> ShardedModel<M> {
         lr: f64,
         mut loss: impl FnMut(&M, usize) -> Result<Tensor<1>, E>,
     ) -> Result<StepOutcome, StepError<E>> {
-        let schedule = self.engine.lock().begin_step(micro_batches)?;
+        let schedule = self.engine.lock().begin_step_at(micro_batches, lr)?;
         let mut losses = Vec::with_capacity(schedule.rounds());
         for _ in 0..schedule.rounds() {
             let assignment = self.engine.lock().begin_round()?;

@@ -17,10 +17,12 @@
 //!
 //! Adafactor, Muon and parameter groups: [`crate::statistics`]. Frozen parameters count for parameters and gathers only.
 //!
-//! Variations. Parameters that are bf16 or f16 in the model are gathered in that, beside the others. Gradients that are accumulated unsharded take one full gradient of every unit, and `L` is that
-//! of one round. With a `param_dtype` below f32 a rank holds `2 S` of low-precision parameters where it gathers from
-//! peers, and gathers even where it has all parameters, to round them. A hybrid strategy has the formulas of its groups,
-//! with `W` their size, and one sum of the largest part for the way across.
+//! Variations. Parameters that are bf16 or f16 in the model are gathered in that, beside the others. Gradients that are
+//! accumulated unsharded take one full gradient of every unit, and `L` is that of one round. With a `param_dtype` below
+//! f32 a rank holds `2 S` of low-precision parameters where it gathers from peers, and gathers even where it has all
+//! parameters, to round them. A hybrid strategy has the formulas of its groups, with `W` their size, and one sum of the
+//! largest part for the way across. With the step inside backward partial sums take one part of the largest flat
+//! parameter.
 
 use std::fmt;
 
@@ -288,6 +290,10 @@ impl Sizes {
             },
             Purpose::WeightAverages => sum(TRAINED, kept) * u64::from(input.optimizer.average),
             Purpose::OptimizerScratch => input.optimizer.scratch as u64,
+            Purpose::GradientShards if input.optimizer.in_backward => {
+                let largest = TRAINED.map(|kind| self.largest[kind].max(self.root[kind]));
+                largest[0].max(largest[1]) / input.shard_group as u64
+            }
             Purpose::GradientShards => sum(TRAINED, &self.shards) * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => gathered(&self.root),
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {

@@ -166,6 +166,7 @@ pub struct OptimizerPlan {
     pub(crate) statistics: PlannedStatistics,
     pub(crate) scratch: usize,
     pub(crate) average: bool,
+    pub(crate) in_backward: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,7 +180,12 @@ pub(crate) enum PlannedStatistics {
 impl OptimizerPlan {
     /// For an optimizer that keeps `states` statistics for each trained element and looks at single elements only.
     pub fn per_element(states: usize) -> Self {
-        Self { statistics: PlannedStatistics::PerElement(states), scratch: 0, average: false }
+        Self {
+            statistics: PlannedStatistics::PerElement(states),
+            scratch: 0,
+            average: false,
+            in_backward: false,
+        }
     }
 
     /// For any mix of optimizers over `layouts`, all of a model's.
@@ -196,6 +202,7 @@ impl OptimizerPlan {
             statistics: PlannedStatistics::Elements(layouts.iter().map(size).sum()),
             scratch: ScratchSize::of(layouts.iter().copied(), kind_of).numel(),
             average: false,
+            in_backward: false,
         }
     }
 
@@ -203,5 +210,11 @@ impl OptimizerPlan {
     #[must_use]
     pub fn with_average(self, average: bool) -> Self {
         Self { average, ..self }
+    }
+
+    /// The same, with or without the step inside backward: one gradient shard serves all flat parameters.
+    #[must_use]
+    pub fn with_step_in_backward(self, in_backward: bool) -> Self {
+        Self { in_backward, ..self }
     }
 }

@@ -13,6 +13,7 @@ use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventLog;
 use crate::handle::{FlatParamHandle, HandleConfig};
+use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::optimizer::ParamGroups;
 use crate::pool::Pools;
@@ -83,9 +84,11 @@ impl Engine {
             params.writable().map_err(comm)?.fill(f32::NAN);
         }
         units.handles().for_each(|handle| handle.settle(params.as_ptr()));
+        let in_backward = InBackward::new(&config, shards.size(), &units)?;
         let whole = Whole::new(&units, &group, &mut ledger).map_err(comm)?;
         let mut engine = Self {
             whole,
+            in_backward,
             averaged: 0,
             averages_swapped: false,
             low: None,

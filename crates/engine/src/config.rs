@@ -70,6 +70,10 @@ pub struct EngineConfig {
     /// The part of their average that the weights keep at each step: see [`crate::Engine::swap_averages`]. `None` keeps
     /// none.
     pub ema_decay: Option<f64>,
+    /// Whether each unit is updated as soon as its gradient is summed, inside backward: one gradient shard serves all units.
+    /// For steps of one round without clipping, with parameters that travel in less than f32 or on one rank. A gradient
+    /// that is not finite is found when other units have been updated already, and ends the run.
+    pub step_in_backward: bool,
 }
 
 impl Default for EngineConfig {
@@ -90,6 +94,7 @@ impl Default for EngineConfig {
             prefetch: true,
             gather: GatherPolicy::default(),
             ema_decay: None,
+            step_in_backward: false,
         }
     }
 }

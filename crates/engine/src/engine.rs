@@ -19,6 +19,7 @@ use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
 use crate::handle::{FlatParamHandle, ParamState};
+use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
 use crate::optimizer::StepUpdate;
@@ -97,6 +98,7 @@ pub struct Engine {
     pub(crate) unsharded_reserved: bool,
     /// What optimizers need that look at whole parameters.
     pub(crate) whole: Whole,
+    pub(crate) in_backward: Option<InBackward>,
     /// Steps that the averages of the weights have seen, and whether they have changed places with the weights.
     pub(crate) averaged: u64,
     pub(crate) averages_swapped: bool,
@@ -222,13 +224,14 @@ impl Engine {
         self.expect_idle("begin_step")?;
         self.expect_weights()?;
         let schedule = StepSchedule::of_micro_batches(micro_batches, self.group.size())?;
+        self.begin_in_backward(schedule)?;
         let reductions = match self.config.accumulation {
             Accumulation::Sharded => schedule.rounds(),
             Accumulation::Unsharded => 1,
         };
         let partials = max_partials(reductions);
         self.reserve_unsharded_gradients()?;
-        for at in self.units.places() {
+        for at in self.units.places().into_iter().filter(|_| self.in_backward.is_none()) {
             let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
             self.comm(reserved)?;
             self.units[at].begin_step();
@@ -452,6 +455,7 @@ impl Engine {
         self.reshard(UnitId::ROOT);
         self.settle_round()?;
         self.end_loan();
+        self.end_in_backward(lr)?;
         let loss_scale = self.scaler.scale();
         let grad_norm = self.finish_gradients(schedule.micro_batches())?;
         let (grad_norm, skipped) = self.judge(grad_norm)?;

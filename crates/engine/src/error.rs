@@ -44,6 +44,22 @@ pub enum EngineError {
         /// Its unit.
         unit: String,
     },
+    /// A gradient is NaN or infinite, and the step was taken inside backward.
+    #[error(
+        "the gradient of step {step} is not finite: the first such element is {value} in parameter `{path}` (found on rank \
+         {rank}); with step_in_backward other parameters have been changed already: go back to saved weights, and lower \
+         train.lr, leave step_in_backward out, or look at the data of this step"
+    )]
+    NonFiniteInBackward {
+        /// The step, counted from 1.
+        step: u64,
+        /// The rank that owns the element.
+        rank: usize,
+        /// The parameter.
+        path: String,
+        /// The value.
+        value: f32,
+    },
     /// A gradient is NaN or infinite.
     #[error(
         "the gradient of step {step} is not finite: the first such element is {value} in parameter `{path}` (found on rank \

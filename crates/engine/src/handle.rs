@@ -427,11 +427,13 @@ impl FlatParamHandle {
         replicas: Option<&mut Replicas>,
     ) -> (Option<SharedBuffer>, Result<(), CommError>) {
         self.reduced = true;
+        let numel = self.layout.shard_numel();
         let result = match replicas {
-            None => self.partials.take_in(|sum, add| pending.sum_into(sum, add)),
+            None => self.partials.take_in(|sum, add| pending.sum_into(&mut sum[..numel], add)),
             Some(replicas) => {
                 let label = self.layout.unit();
-                self.partials.take_in(|sum, add| replicas.sum_across(label, &mut pending, sum, add))
+                self.partials
+                    .take_in(|sum, add| replicas.sum_across(label, &mut pending, &mut sum[..numel], add))
             }
         };
         (pending.into_source(), result)

@@ -21,6 +21,7 @@ pub mod engine;
 pub mod error;
 pub mod events;
 pub mod handle;
+mod in_backward;
 pub mod ledger;
 pub mod lr;
 pub mod norm;

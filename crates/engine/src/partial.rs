@@ -35,6 +35,11 @@ impl PartialSums {
         self.free.last()
     }
 
+    /// Takes a free buffer away.
+    pub(crate) fn take_free(&mut self) -> Option<SharedBuffer> {
+        self.free.pop()
+    }
+
     /// Whether the next sum needs a buffer that is not there.
     pub(crate) fn needs_buffer(&self) -> bool {
         self.free.is_empty() && self.counter.lowest().is_none_or(Option::is_none)

@@ -38,6 +38,7 @@ impl Engine {
         if !self.reduces_this_round() {
             return Ok(());
         }
+        self.units[unit].complete = true;
         let pre_divisor = self.pre_divisor();
         for at in self.parts_of(unit) {
             if !self.units[at].is_trainable() {
@@ -74,6 +75,9 @@ impl Engine {
     }
 
     fn reserve_next_partial(&mut self, at: Place) -> Result<()> {
+        if self.lend_gradient_shard(at)? {
+            return Ok(());
+        }
         let reserved = self.units[at].reserve_next_partial(&self.group, &mut self.ledger);
         self.comm(reserved)
     }
@@ -89,7 +93,8 @@ impl Engine {
             self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(buffer);
         }
         self.note(at.unit, EventKind::Reduced);
-        self.comm(result)
+        self.comm(result)?;
+        self.update_in_backward(at)
     }
 
     /// Finishes every reduction of the last round, at a place in the program that all ranks reach alike: in the round
@@ -180,7 +185,7 @@ impl Engine {
     }
 
     /// What the sum of the gradients is divided by: the denominator and the loss scale, less what has been divided before.
-    fn post_divisor(&mut self, micro_batches: usize) -> Result<f32> {
+    pub(crate) fn post_divisor(&mut self, micro_batches: usize) -> Result<f32> {
         let denominator = match self.config.divisor {
             Divisor::MicroBatches => micro_batches as f64,
             Divisor::Custom(divisor) => divisor,
@@ -217,7 +222,7 @@ impl Engine {
         measure: impl Fn(&mut FlatParamHandle) -> shardwise_comm::Result<Option<PartialNorm>>,
     ) -> Result<f64> {
         let norm = self.config.norm;
-        let mut own = PartialNorm::default();
+        let mut own = self.norm_in_backward();
         for at in self.units.places() {
             let measured = measure(&mut self.units[at]);
             if let Some(part) = self.comm(measured)? {
@@ -252,12 +257,18 @@ impl Engine {
             return Err(EngineError::TooManySkips { step, skips, scale, rank, path, value });
         }
         let NonFiniteElement { rank, path, value } = element;
+        if self.in_backward.is_some() {
+            let error = EngineError::NonFiniteInBackward { step: self.step, rank, path, value };
+            self.keep_failure(Err(error.clone()));
+            return Err(error);
+        }
         Err(EngineError::NonFinite { step: self.step, rank, path, value })
     }
 
     /// Finds, with the other ranks, the first element that is not finite, and drops the step's gradient.
     fn non_finite(&mut self) -> Result<NonFiniteElement> {
         let own = self.units.handles().find_map(FlatParamHandle::first_non_finite);
+        let own = self.bad_in_backward().or(own);
         let message = own.map(|(path, value)| format!("{value}\u{1f}{path}")).unwrap_or_default();
         let all = self.comm(self.shards.all_gather_varied("gradient check", message.as_bytes()))?;
         self.units.handles_mut().for_each(FlatParamHandle::discard_gradient);

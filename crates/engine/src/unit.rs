@@ -13,6 +13,8 @@ pub(crate) struct Unit {
     pub(crate) users: usize,
     /// Forward calls of the current micro-batch whose backward is still to come.
     pub(crate) calls: usize,
+    /// Whether the last backward of the current step has been, if the step is taken inside backward.
+    pub(crate) complete: bool,
     /// Whether the full parameters stay although nobody uses them, because they soon will be.
     pub(crate) kept: bool,
 }
@@ -51,6 +53,11 @@ impl Units {
         let parts =
             |i: usize| (0..self.0[i].parts.len()).map(move |part| Place { unit: UnitId::at(i), part });
         (0..self.0.len()).flat_map(parts).collect()
+    }
+
+    /// Begins a step in which no unit is complete.
+    pub(crate) fn begin_step(&mut self) {
+        self.0.iter_mut().for_each(|unit| unit.complete = false);
     }
 
     pub(crate) fn handles(&self) -> impl Iterator<Item = &FlatParamHandle> {

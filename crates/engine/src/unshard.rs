@@ -144,7 +144,8 @@ impl Engine {
         if !self.is_gathered(unit) {
             self.ahead.clear();
         }
-        self.unshard(unit)
+        let allowed = self.expect_not_updated(unit);
+        self.unshard(unit).and(allowed)
     }
 
     /// The units that the policy wants gathered now, of those expected `next`.

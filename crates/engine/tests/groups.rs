@@ -181,7 +181,7 @@ fn the_ledger_equals_the_plan_with_groups() {
                     strategy,
                     optimizer: groups.plan(&config, &layouts).expect("possible rules"),
                     schedule: StepSchedule::of_micro_batches(2 * ranks, ranks).expect("a schedule"),
-                    gather: shardwise_core::GatherPolicy::default(),
+                    gather: config.gather_policy(),
                     shard_group: ranks,
                     precision: config.precision,
                     unsharded_accumulation: false,

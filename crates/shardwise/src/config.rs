@@ -110,6 +110,8 @@ pub struct TrainConfig {
     /// The part of their average that the weights keep at each step; no average is kept when left out. Its weights are
     /// written to `model-ema`.
     pub ema_decay: Option<f64>,
+    /// Whether each block is updated inside backward, so that one gradient shard serves all of them.
+    pub step_in_backward: bool,
     /// The norm that gradients are cut down to; no clipping when left out.
     pub clip_norm: Option<f64>,
     /// What the loss is multiplied by before its backward: a number, or "dynamic"; nothing when left out.
@@ -135,6 +137,7 @@ impl Default for TrainConfig {
             momentum: None,
             nesterov: None,
             ema_decay: None,
+            step_in_backward: false,
             clip_norm: None,
             loss_scale: None,
             non_finite: NonFinite::Error,
@@ -349,10 +352,19 @@ impl Config {
             return wrong("train.nesterov is true, but only the optimizers sgd and muon have it".into());
         }
         self.optimizer().check().or_else(|message| wrong(format!("train.{message}")))?;
+        let computed_at_once = train.micro_batch.saturating_mul(self.run.ranks);
+        if train.step_in_backward && computed_at_once < train.global_batch {
+            return wrong(format!(
+                "train.step_in_backward needs one micro-batch a rank and step, but {} ranks compute {computed_at_once} of {} \
+                 samples at once; make train.micro_batch larger, or leave it out",
+                self.run.ranks, train.global_batch
+            ));
+        }
         let engine = self.engine();
         engine
             .check()
-            .and_then(|()| engine.shard_group_size(self.run.ranks).map(drop))
+            .and_then(|()| engine.shard_group_size(self.run.ranks))
+            .and_then(|sharers| engine.check_step_in_backward(sharers))
             .or_else(|e| wrong(e.to_string()))?;
         Ok(())
     }
@@ -450,6 +462,7 @@ impl Config {
             accumulation: shard.accumulate,
             optimizer: self.optimizer(),
             ema_decay: train.ema_decay,
+            step_in_backward: train.step_in_backward,
             clip_norm: train.clip_norm,
             prefetch: shard.prefetch,
             gather: shard.gather(),

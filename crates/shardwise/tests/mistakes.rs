@@ -105,6 +105,16 @@ fn mistakes_in_the_configuration() {
             &["train.nesterov=true"],
             &["train.nesterov is true", "sgd and muon"],
         ),
+        case(
+            "several rounds and the step inside backward",
+            &["train.step_in_backward=true"],
+            &["train.step_in_backward needs one micro-batch", "1 of 8 samples"],
+        ),
+        case(
+            "clipping and the step inside backward",
+            &["train.step_in_backward=true", "train.micro_batch=8"],
+            &["step_in_backward cannot be had", "leave clip_norm out"],
+        ),
         case("an average that grows", &["train.ema_decay=1.5"], &["train.ema_decay is 1.5", "at most 1"]),
         case(
             "a momentum that grows",

@@ -58,3 +58,24 @@ fn the_average_is_written_beside_the_model() {
     run("none", &["run.steps=6", "train.ema_decay=0.0"]);
     assert_eq!(average("none"), plain, "an average of the last weights only");
 }
+
+/// `train.step_in_backward` changes memory, and no bit.
+#[test]
+fn the_step_inside_backward_changes_no_bit() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = golden_config("gpt2-tiny", "sgd", &folder.path().join("unused"));
+    for (ranks, precision) in [(1, "f32"), (2, "bf16")] {
+        let run = |inside: bool| {
+            let sets = [
+                format!("run.ranks={ranks}"),
+                format!("train.micro_batch={}", 8 / ranks),
+                format!("shard.param_dtype={precision}"),
+                format!("train.step_in_backward={inside}"),
+                "run.steps=5".to_string(),
+            ];
+            let trained = train(&config, &sets, &folder.path().join(format!("{ranks}-{inside}")));
+            (trained.weights, trained.metrics.iter().map(|m| m.grad_norm.to_bits()).collect::<Vec<_>>())
+        };
+        assert_eq!(run(true), run(false), "{ranks} ranks, {precision}");
+    }
+}

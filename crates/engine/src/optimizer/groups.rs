@@ -159,7 +159,7 @@ impl ParamGroups {
             self.rule(config, param).map_or(config.optimizer.kind(), |rule| rule.optimizer.kind())
         };
         let plan = OptimizerPlan::of_layouts(layouts, config.strategy, &kind);
-        Ok(plan.with_average(config.ema_decay.is_some()))
+        Ok(plan.with_average(config.ema_decay.is_some()).with_step_in_backward(config.step_in_backward))
     }
 
     /// What ranks must agree on: each group with its rule, and the group of each of `params` that is in one.
