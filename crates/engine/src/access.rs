@@ -6,6 +6,7 @@ use crate::Result;
 use crate::config::UnitId;
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::handle::FlatParamHandle;
 use crate::unit::Place;
 
 impl Engine {
@@ -43,6 +44,21 @@ impl Engine {
                 .copy_from_slice(&values[mine.start - range.start..mine.end - range.start]);
         }
         Ok(())
+    }
+
+    /// Whether the optimizer has statistics of any parameter.
+    pub fn has_statistics(&self) -> bool {
+        self.units.handles().any(FlatParamHandle::has_statistics)
+    }
+
+    /// Takes over the step count, the loss scale, the gather policy and the event log of an engine of the same model, laid
+    /// out in another way.
+    pub fn continue_from(&mut self, before: &mut Engine) {
+        (self.step, self.updates, self.skips) = (before.step, before.updates, before.skips);
+        self.version = self.version.max(before.version) + 1;
+        self.scaler = before.scaler.clone();
+        self.policy = before.policy;
+        self.events = std::mem::take(&mut before.events);
     }
 
     /// Lets `read` see each of a unit's full gradients of the last step, with its layout: the mean over the micro-batches,

@@ -540,6 +540,11 @@ impl FlatParamHandle {
         self.state_of_update.each(&self.layout, &kept, see);
     }
 
+    /// Whether the optimizer has gathered statistics of the parameters, or their average is kept.
+    pub(crate) fn has_statistics(&self) -> bool {
+        self.updates() > 0 && (self.state_of_update.keeps_statistics() || self.average.is_some())
+    }
+
     /// Drops the step's gradient.
     pub(crate) fn discard_gradient(&mut self) {
         if let Some(sum) = self.sum.take() {
