@@ -116,4 +116,14 @@ fn statistics_are_not_dropped_silently() {
         assert!(error.contains("before the first update"), "{error}");
         step(&mut model, 1, Net::loss);
     });
+    // An average of the weights is a statistic too.
+    world(2, |group| {
+        let device = Device::flex().autodiff();
+        let mut config = descent(ShardingStrategy::FullShard);
+        config.engine.ema_decay = Some(0.9);
+        let mut model = ShardedModel::new(group, Net::new(&device), config, &()).expect("sharded");
+        model.set_trainable(|_| true).expect("nothing has been updated");
+        step(&mut model, 0, Net::loss);
+        model.set_trainable(|_| true).expect_err("the average has begun");
+    });
 }

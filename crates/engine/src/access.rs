@@ -62,8 +62,8 @@ impl Engine {
     }
 
     /// Lets `read` see each of a unit's full gradients of the last step, with its layout: the mean over the micro-batches,
-    /// before clipping. It sees nothing of a flat parameter that is frozen or that no rank has used. A collective: every
-    /// rank must call it.
+    /// before clipping. It sees nothing of a flat parameter that is frozen, that no rank has used, or in which Muon has put its
+    /// directions in the gradient's place. A collective: every rank must call it.
     ///
     /// # Errors
     /// In the middle of a step, and when a peer is lost or late.

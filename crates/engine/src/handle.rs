@@ -520,7 +520,8 @@ impl FlatParamHandle {
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
         self.state_of_update.update(update, &self.owned, params, gradient);
         self.partials.give_back(sum);
-        self.holds_last = true;
+        // Muon has put its directions in the gradient's place.
+        self.holds_last = self.state_of_update.matrices.is_empty();
     }
 
     /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
