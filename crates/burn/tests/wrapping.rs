@@ -11,7 +11,7 @@ use common::{
 };
 use shardwise_burn::{Ignored, Init, Persistence, ShardConfig, Sharded, WrapPolicy};
 use shardwise_core::{Precision, Purpose, ShardingStrategy};
-use shardwise_engine::EventKind;
+use shardwise_engine::{EventKind, OptimizerConfig};
 
 /// Two wrapped blocks in a wrapped stage, with parameters of its own around them.
 #[derive(Module, Debug)]
@@ -420,6 +420,22 @@ fn small_parameters_persist() {
                 let persistence = Persistence { param_threshold, ..Persistence::default() };
                 let init = Init::new(config(strategy)).persist(persistence);
                 assert!(train(ranks, &init) == want, "{strategy}, {param_threshold} elements, {ranks} ranks");
+            }
+        }
+    }
+    // With optimizers that look at whole parameters too, here persistent ones among them.
+    for optimizer in [OptimizerConfig::MUON, OptimizerConfig::ADAFACTOR] {
+        let with = |ranks, param_threshold, strategy| {
+            let mut config = config(strategy);
+            config.engine.optimizer = optimizer;
+            let persistence = Persistence { param_threshold, ..Persistence::default() };
+            train(ranks, &Init::new(config).persist(persistence))
+        };
+        let want = with(1, 0, ShardingStrategy::FullShard);
+        for strategy in STRATEGIES {
+            for ranks in [2, 4] {
+                let got = with(ranks, 150, strategy);
+                assert!(got == want, "{optimizer:?}: {strategy}, {ranks} ranks");
             }
         }
     }

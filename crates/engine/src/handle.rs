@@ -536,8 +536,7 @@ impl FlatParamHandle {
 
     /// Shows the optimizer's statistics of what this rank keeps, by parameter.
     pub(crate) fn each_state(&mut self, see: &mut dyn FnMut(StateSlice<'_>)) {
-        let whole = self.owned.len() == self.layout.numel();
-        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole };
+        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole: self.is_whole() };
         self.state_of_update.each(&self.layout, &kept, see);
     }
 
