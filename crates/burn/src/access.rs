@@ -293,7 +293,7 @@ impl<M: Module> Gathered<'_, M> {
     }
 
     /// The whole gradient of a parameter in the last step: the mean over the micro-batches, before clipping; `None` for one
-    /// that is frozen or was not used.
+    /// that is frozen, was not used, or shares its flat parameter with a matrix of Muon, which needs the gradient's place.
     ///
     /// # Errors
     /// As [`Gathered::values`].

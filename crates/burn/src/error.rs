@@ -210,6 +210,12 @@ pub enum ShardError {
         /// The other shape; zeros stand for sizes that are not known.
         given: Vec<usize>,
     },
+    /// Parameters cannot be frozen or unfrozen any more.
+    #[error(
+        "set_trainable: the optimizer keeps statistics of parameters that it has updated, and those would start afresh; \
+         choose before the first update, or export the model and shard it anew"
+    )]
+    StatisticsInUse,
     /// A parameter that no one gives a first value.
     #[error("parameter `{path}` is initialised by no one: {message}; give its values with a `ParamSource`")]
     Uninitialised {

@@ -128,6 +128,11 @@ impl Init {
         self.shard_with(group, module, source, &HashMap::new())
     }
 
+    /// The same for values that are known to be equal on all ranks.
+    pub(crate) fn trusting_values(&self) -> Self {
+        Self { initial_values: InitialValues::Trusted, ..self.clone() }
+    }
+
     pub(crate) fn values<'a>(&self, group: &'a ProcessGroup, source: &'a dyn ParamSource) -> Values<'a> {
         Values::new(group, source, self.config.seed, (self.initial_values, !self.source_only))
     }
@@ -160,6 +165,6 @@ impl Init {
         let engine = SharedEngine::new(engine);
         link_units(&found, &engine, &places, self.config.recompute);
         let (training, root) = root_leaves(evaluation.clone(), &engine, &places);
-        Ok(ShardedModel::assemble((training, evaluation), engine, root, group, params))
+        Ok(ShardedModel::assemble((training, evaluation), engine, root, params, self.clone()))
     }
 }

@@ -17,6 +17,7 @@ pub mod model;
 pub mod ops;
 mod params;
 mod partition;
+mod retrain;
 mod sharded;
 pub mod sink;
 pub mod source;

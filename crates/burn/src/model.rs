@@ -65,6 +65,7 @@ pub struct ShardedModel<M> {
     root: Vec<RootParam>,
     group: ProcessGroup,
     pub(crate) params: Params,
+    init: Init,
     pub(crate) scopes: OpenScopes,
 }
 
@@ -103,10 +104,21 @@ impl<M: Module> ShardedModel<M> {
         (training, evaluation): (M, M),
         engine: SharedEngine,
         root: Vec<RootParam>,
-        group: ProcessGroup,
         params: Params,
+        init: Init,
     ) -> Self {
-        Self { training, evaluation, engine, root, group, params, scopes: OpenScopes::default() }
+        let group = engine.lock().group().clone();
+        Self { training, evaluation, engine, root, group, params, init, scopes: OpenScopes::default() }
+    }
+
+    /// How the model was taken apart.
+    pub(crate) fn init(&self) -> &Init {
+        &self.init
+    }
+
+    /// Becomes `new`, a model of the same parameters.
+    pub(crate) fn replace_with(&mut self, new: Self) {
+        *self = new;
     }
 
     /// The module with windows in the parameters' places, without autodiff.

@@ -4,7 +4,7 @@
 //! or loaded one after another holds their values meanwhile; an [`InitContext`] takes those values into shards as soon as a
 //! piece is there (DeepSpeed's `zero.Init`).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -19,7 +19,7 @@ use crate::source::ParamSource;
 use crate::unit::{constant, from_primitive};
 use crate::values::Values;
 use crate::view::{Failure, ParamView};
-use crate::walk::requires_grad;
+use crate::walk::{self, requires_grad};
 use crate::wrap::Ignored;
 
 /// This rank's part of a parameter that has been partitioned by itself: `ceil(numel / ranks)` elements, the end padded.
@@ -105,8 +105,9 @@ impl InitContext {
         let path = prefix.split('.').filter(|name| !name.is_empty()).map(str::to_string).collect();
         let values = self.init.values(&self.group, source);
         let kept = std::mem::take(&mut self.kept);
-        let mut partition =
-            Partition { init: &self.init, values, kept, failure: &self.failure, path, error: None };
+        let left_alone = walk::buffers(&module);
+        let (init, failure) = (&self.init, &self.failure);
+        let mut partition = Partition { init, values, kept, failure, left_alone, path, error: None };
         let module = module.map(&mut partition);
         let Partition { values, kept, error, .. } = partition;
         self.kept = kept;
@@ -134,6 +135,8 @@ struct Partition<'a> {
     values: Values<'a>,
     kept: HashMap<ParamId, Kept>,
     failure: &'a Failure,
+    /// Running statistics.
+    left_alone: HashSet<ParamId>,
     path: Vec<String>,
     error: Option<ShardError>,
 }
@@ -163,7 +166,8 @@ impl ModuleMapper for Partition<'_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let left_alone = self.init.ignored(&self.path.join(".")) == Some(Ignored::Local);
+        let left_alone = self.left_alone.contains(&param.id)
+            || self.init.ignored(&self.path.join(".")) == Some(Ignored::Local);
         if left_alone || (self.error.is_some() && !self.values.travel()) {
             return param;
         }

@@ -4,7 +4,7 @@
 //! not appear in paths. The announcement lasts for one visit and is never looked at anywhere else.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -94,6 +94,8 @@ pub(crate) struct FoundParam {
     pub(crate) id: ParamId,
     pub(crate) spec: ParamSpec,
     pub(crate) device: Device,
+    /// Whether it is a running statistic, which layers update by themselves.
+    pub(crate) is_buffer: bool,
     /// The unit that it was met in, by index; `None` for the root.
     pub(crate) unit: Option<usize>,
     /// The unit whose flat parameter it is part of: that of all its uses. Decided after the walk.
@@ -133,10 +135,19 @@ impl Found {
     }
 }
 
+/// The running statistics in `module`.
+pub(crate) fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
+    let mut walker = Walker::default();
+    module.visit(&mut walker);
+    walker.found.params.iter().filter(|param| param.is_buffer).map(|param| param.id).collect()
+}
+
 #[derive(Default)]
 struct Walker {
     found: Found,
     path: Vec<String>,
+    /// The type that holds each name of the path.
+    containers: Vec<String>,
 }
 
 impl Walker {
@@ -158,6 +169,12 @@ impl Walker {
         parent
     }
 
+    /// Burn shows running statistics to visitors as if they were frozen parameters.
+    fn is_buffer(&self) -> bool {
+        let is = |name: &Vec<String>, what: &str| name.last().is_some_and(|n| n.starts_with(what));
+        is(&self.containers, "Struct:BatchNorm") && is(&self.path, "running_")
+    }
+
     fn push(&mut self, id: ParamId, shape: &[usize], kind: (DType, bool), device: Device) {
         let unit = self.current_unit("Param");
         let spec = ParamSpec {
@@ -168,7 +185,15 @@ impl Walker {
             requires_grad: kind.1,
             owner: None,
         };
-        self.found.params.push(FoundParam { id, spec, device, unit, owner: unit, keep: Keep::Sharded });
+        self.found.params.push(FoundParam {
+            id,
+            spec,
+            device,
+            is_buffer: self.is_buffer(),
+            unit,
+            owner: unit,
+            keep: Keep::Sharded,
+        });
     }
 }
 
@@ -176,10 +201,12 @@ impl ModuleVisitor for Walker {
     fn enter_module(&mut self, name: &str, container: &str) {
         self.current_unit(container);
         self.path.push(name.to_string());
+        self.containers.push(container.to_string());
     }
 
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.pop();
+        self.containers.pop();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

@@ -84,7 +84,8 @@ pub enum Ignored {
     /// It is not sharded: every rank keeps it whole; its gradient is reduced as all others, and every rank updates it alike.
     #[default]
     Replicated,
-    /// It is left alone: it keeps the value that each rank's module has, is never trained and is in no export.
+    /// It is left alone: it keeps the value that each rank's module has, is never trained and is in no export. The running
+    /// statistics of Burn's `BatchNorm` are always so: each rank's layer updates its own.
     Local,
 }
 
@@ -195,6 +196,8 @@ impl Wrapping {
             match self.ignored(&param.spec.path) {
                 Some(Ignored::Local) => keep.insert(param.id, Keep::Local),
                 Some(Ignored::Replicated) => keep.insert(param.id, Keep::Replicated),
+                // What a layer updates by itself cannot be kept for it.
+                None if param.is_buffer => keep.insert(param.id, Keep::Local),
                 None => None,
             };
         }

@@ -340,6 +340,22 @@ fn full_gradients_are_those_of_the_last_step() {
     }
 }
 
+/// Muon needs the gradient's memory for its directions: no gradient is shown, rather than something else.
+#[test]
+fn what_muon_has_used_up_is_not_shown() {
+    world(2, |group| {
+        let device = Device::flex().autodiff();
+        let mut config = config(ShardingStrategy::FullShard);
+        config.engine.optimizer = shardwise_engine::OptimizerConfig::MUON;
+        let mut model = ShardedModel::new(group, Net::new(&device), config, &()).expect("sharded");
+        step(&mut model, 0, Net::loss);
+        let options = SummonOptions { with_grads: true, ..SummonOptions::default() };
+        let scope = model.summon_full_params(options).expect("summoned");
+        assert_eq!(scope.gradient(WEIGHT).expect("held"), None);
+        assert!(scope.gradient("norm.gamma").expect("held").is_some(), "the root has no such matrix");
+    });
+}
+
 /// A scope's module is a plain Burn module with the scope's values, of which nothing is shared with the sharded one.
 #[test]
 fn a_scope_gives_a_plain_module() {

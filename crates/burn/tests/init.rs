@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use burn::module::{Module, Param, ParamId};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::module::{Module, Param, ParamId, RunningState};
+use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use common::{Block, Net, Params, STRATEGIES, VOCAB, WIDTH, config, params, sorted, step, world};
 use shardwise_burn::{
@@ -166,6 +166,68 @@ fn rank_0s_values_reach_all_when_synced() {
             });
         }
     }
+}
+
+/// The running statistics of a `BatchNorm` are each rank's own: rank 0's at first, if that is asked for, then updated by the
+/// layer, in a unit too, and in no export.
+#[test]
+fn running_statistics_are_buffers() {
+    #[derive(Module, Debug)]
+    struct Inner {
+        linear: Linear,
+        norm: BatchNorm,
+    }
+    #[derive(Module, Debug)]
+    struct Normed {
+        outer: BatchNorm,
+        unit: Sharded<Inner>,
+    }
+    impl Normed {
+        fn forward(&self, x: Tensor<2>) -> Tensor<1> {
+            let normed =
+                |norm: &BatchNorm, x: Tensor<2>| norm.forward(x.unsqueeze_dim::<3>(2)).squeeze_dim::<2>(2);
+            let x = normed(&self.outer, x);
+            let y = self.unit.call(x, |inner, x| {
+                let x = inner.linear.forward(x).unsqueeze_dim::<3>(2);
+                inner.norm.forward(x).squeeze_dim::<2>(2)
+            });
+            y.powf_scalar(4.0).sum()
+        }
+    }
+    let seen = world(2, |group| {
+        let device = Device::flex().autodiff();
+        let rank = group.rank();
+        let norm = |at: f32| {
+            let mut norm = BatchNormConfig::new(3).init(&device);
+            norm.running_mean = RunningState::new(Tensor::full([3], at + rank as f32, &device));
+            norm
+        };
+        let inner = Inner { linear: LinearConfig::new(3, 3).init(&device), norm: norm(20.0) };
+        let module = Normed { outer: norm(10.0), unit: Sharded::new(inner) };
+        let init = init().initial_values(InitialValues::Synced);
+        let mut model = init.shard(group, module, &()).expect("sharded");
+        assert!(params(&mut model).iter().all(|(path, ..)| !path.contains("running_")));
+        let mean = |model: &mut ShardedModel<Normed>| {
+            let mean = |norm: &BatchNorm| norm.running_mean.value_sync().into_data().iter::<f32>().next();
+            let both = model.evaluate(|m| [mean(&m.outer), mean(&m.unit.inner().norm)]);
+            both.expect("evaluated").map(|mean| mean.expect("an element"))
+        };
+        assert_eq!(mean(&mut model), [10.0, 20.0], "rank 0's");
+        let x =
+            |m: usize, device: &Device| Tensor::from_data([[1.0, 2.0, m as f32], [3.0, 1.0, 0.5]], device);
+        for _ in 0..3 {
+            model.step(2, 0.01, |module, m| module.forward(x(m, &device))).expect("a step");
+        }
+        // In each step the mean moves a tenth of the way to the batch's: 2 in the first feature.
+        let after = mean(&mut model);
+        let want = (0..3).fold(10.0f32, |mean, _| 0.9 * mean + 0.1 * 2.0);
+        assert!((after[0] - want).abs() < 1e-4, "{after:?} {want}");
+        assert!((after[1] - 20.0 * 0.9f32.powi(3)).abs() < 1.0, "the unit's layer keeps its own: {after:?}");
+        let loss = model.evaluate(|module| module.forward(x(0, &Device::flex()))).expect("evaluated");
+        assert!(loss.into_scalar::<f32>().is_finite());
+        after[1]
+    });
+    assert!(seen.iter().all(|mean| mean.is_finite()));
 }
 
 #[test]

@@ -6,11 +6,12 @@ use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
 use common::{
-    Block, Net, Params, STRATEGIES, VOCAB, WIDTH, batch, config, head, params, sorted, step, world,
+    Block, Net, Params, STRATEGIES, VOCAB, WIDTH, assert_close, batch, config, descent, head, params,
+    plain_descent, sorted, step, world,
 };
 use shardwise_burn::{Ignored, Init, Persistence, ShardConfig, Sharded, WrapPolicy};
 use shardwise_core::{Precision, Purpose, ShardingStrategy};
-use shardwise_engine::EventKind;
+use shardwise_engine::{EventKind, OptimizerConfig};
 
 /// Two wrapped blocks in a wrapped stage, with parameters of its own around them.
 #[derive(Module, Debug)]
@@ -178,6 +179,40 @@ fn nested_units_work_without_prefetch_and_in_evaluation() {
     assert_eq!(run(WrapPolicy::Every, true), run(WrapPolicy::nothing(), true));
 }
 
+/// G9: two forwards before one backward, with nested units and recomputation.
+#[test]
+fn two_forwards_through_nested_units_have_one_backward() {
+    let pair = |deep: &Deep, ids: Tensor<2, Int>, targets: Tensor<1, Int>| {
+        let chosen = deep.loss(ids.clone(), targets.clone());
+        let rejected = deep.loss(ids.flip([1]), targets);
+        burn::tensor::activation::log_sigmoid(rejected.clone() - chosen.clone()).neg()
+            + (chosen + rejected) * 0.1
+    };
+    let run = |ranks, config, policy: WrapPolicy| {
+        world(ranks, |group| {
+            let device = Device::flex().autodiff();
+            let init = Init::new(config).wrap(policy.clone());
+            let mut model = init.shard(group, Deep::new(&device), &()).expect("sharded");
+            let before = params(&mut model);
+            let losses: Vec<u64> = (0..3).map(|index| step(&mut model, index, pair)).collect();
+            (losses, sorted(before), sorted(params(&mut model)))
+        })
+        .remove(0)
+    };
+    let want = run(1, descent(ShardingStrategy::FullShard), WrapPolicy::nothing());
+    let device = Device::flex().autodiff();
+    assert_close(&want.2, &plain_descent(Deep::new(&device), &want.1, 3, pair), 1e-5);
+    for strategy in STRATEGIES {
+        for recompute in [false, true] {
+            for ranks in [1, 2, 4] {
+                let config = ShardConfig { recompute, ..descent(strategy) };
+                let got = run(ranks, config, WrapPolicy::Every);
+                assert!(got == want, "{strategy}, recompute {recompute}, {ranks} ranks");
+            }
+        }
+    }
+}
+
 /// An inner unit is there only around its own use, and each unit is reduced once a round, the inner before the outer.
 #[test]
 fn a_nested_unit_is_gathered_and_reduced_by_itself() {
@@ -199,6 +234,19 @@ fn a_nested_unit_is_gathered_and_reduced_by_itself() {
             let root = shardwise_engine::UnitId::ROOT;
             let order = [unit(6), unit(5), unit(4), unit(3), unit(2), unit(1), unit(0), root];
             assert_eq!(reduced, order, "recompute {recompute}");
+            let started = |u| {
+                let is_it = |e: &&shardwise_engine::Event| {
+                    e.unit == unit(u) && e.kind == EventKind::GatherStarted && e.round == 0
+                };
+                events.iter().filter(is_it).count()
+            };
+            // Units inside one that is computed again are gathered once more for that, and may lose a prefetch.
+            let started = [0, 1, 2, 3, 4, 5, 6].map(started);
+            if recompute {
+                assert!(started.iter().all(|count| *count <= 4) && started[0] == 2 && started[6] == 2);
+            } else {
+                assert_eq!(started, [2; 7]);
+            }
             // Twice for a unit; once more for a unit inside one that is computed again.
             let gathers = |u| {
                 let is_it = |e: &&shardwise_engine::Event| {
@@ -372,6 +420,22 @@ fn small_parameters_persist() {
                 let persistence = Persistence { param_threshold, ..Persistence::default() };
                 let init = Init::new(config(strategy)).persist(persistence);
                 assert!(train(ranks, &init) == want, "{strategy}, {param_threshold} elements, {ranks} ranks");
+            }
+        }
+    }
+    // With optimizers that look at whole parameters too, here persistent ones among them.
+    for optimizer in [OptimizerConfig::MUON, OptimizerConfig::ADAFACTOR] {
+        let with = |ranks, param_threshold, strategy| {
+            let mut config = config(strategy);
+            config.engine.optimizer = optimizer;
+            let persistence = Persistence { param_threshold, ..Persistence::default() };
+            train(ranks, &Init::new(config).persist(persistence))
+        };
+        let want = with(1, 0, ShardingStrategy::FullShard);
+        for strategy in STRATEGIES {
+            for ranks in [2, 4] {
+                let got = with(ranks, 150, strategy);
+                assert!(got == want, "{optimizer:?}: {strategy}, {ranks} ranks");
             }
         }
     }

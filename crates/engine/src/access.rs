@@ -6,6 +6,7 @@ use crate::Result;
 use crate::config::UnitId;
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::handle::FlatParamHandle;
 use crate::unit::Place;
 
 impl Engine {
@@ -45,9 +46,24 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether the optimizer has statistics of any parameter.
+    pub fn has_statistics(&self) -> bool {
+        self.units.handles().any(FlatParamHandle::has_statistics)
+    }
+
+    /// Takes over the step count, the loss scale, the gather policy and the event log of an engine of the same model, laid
+    /// out in another way.
+    pub fn continue_from(&mut self, before: &mut Engine) {
+        (self.step, self.updates, self.skips) = (before.step, before.updates, before.skips);
+        self.version = self.version.max(before.version) + 1;
+        self.scaler = before.scaler.clone();
+        self.policy = before.policy;
+        self.events = std::mem::take(&mut before.events);
+    }
+
     /// Lets `read` see each of a unit's full gradients of the last step, with its layout: the mean over the micro-batches,
-    /// before clipping. It sees nothing of a flat parameter that is frozen or that no rank has used. A collective: every
-    /// rank must call it.
+    /// before clipping. It sees nothing of a flat parameter that is frozen, that no rank has used, or in which Muon has put its
+    /// directions in the gradient's place. A collective: every rank must call it.
     ///
     /// # Errors
     /// In the middle of a step, and when a peer is lost or late.

@@ -310,13 +310,13 @@ impl Engine {
         };
         let result = self.unshard_for_use(unit);
         self.keep_failure(result);
-        if pass.is_in_order() {
+        if pass.is_new() {
             self.coordinator.forward(unit);
         }
         self.units[unit].users += 1;
-        self.units[unit].calls += usize::from(training && pass.has_backward());
+        self.units[unit].calls += usize::from(training && pass.is_new());
         self.note(unit, EventKind::Forward);
-        if pass.is_in_order() {
+        if pass.is_new() {
             let result = self.prefetch_forward();
             self.keep_failure(result);
         }
@@ -333,7 +333,7 @@ impl Engine {
         if self.release_use(unit) && (self.config.strategy.reshards_after_forward() || !training) {
             self.reshard_after_forward(unit, training);
         }
-        if !pass.is_in_order() {
+        if !pass.is_new() {
             return;
         }
         if training && self.coordinator.turns() {

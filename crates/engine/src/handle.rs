@@ -549,7 +549,8 @@ impl FlatParamHandle {
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
         self.state_of_update.update(update, &self.owned, params, gradient);
         self.partials.give_back(sum);
-        self.holds_last = true;
+        // Muon has put its directions in the gradient's place.
+        self.holds_last = self.state_of_update.matrices.is_empty();
     }
 
     /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
@@ -564,9 +565,13 @@ impl FlatParamHandle {
 
     /// Shows the optimizer's statistics of what this rank keeps, by parameter.
     pub(crate) fn each_state(&mut self, see: &mut dyn FnMut(StateSlice<'_>)) {
-        let whole = self.owned.len() == self.layout.numel();
-        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole };
+        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole: self.is_whole() };
         self.state_of_update.each(&self.layout, &kept, see);
+    }
+
+    /// Whether the optimizer has gathered statistics of the parameters, or their average is kept.
+    pub(crate) fn has_statistics(&self) -> bool {
+        self.updates() > 0 && (self.state_of_update.keeps_statistics() || self.average.is_some())
     }
 
     /// Drops the step's gradient.

@@ -6,20 +6,16 @@ pub enum ForwardPass {
     /// For its output and, in a training step, for the backward to come.
     #[default]
     First,
-    /// For its output alone: a unit around it will compute it again in backward.
+    /// For its output alone: a unit around it will compute it again in backward, and then run its backward.
     Untracked,
-    /// Again, in the backward of a unit around it.
+    /// Again, in the backward of a unit around it: the call has been counted when it came first.
     Again,
 }
 
 impl ForwardPass {
-    /// Whether a backward of this very call comes.
-    pub(crate) fn has_backward(self) -> bool {
-        self != ForwardPass::Untracked
-    }
-
-    /// Whether the call is part of the order that the next micro-batch is expected to follow.
-    pub(crate) fn is_in_order(self) -> bool {
+    /// Whether the call is new: one more backward to come, and a part of the order that the next micro-batch is expected to
+    /// follow.
+    pub(crate) fn is_new(self) -> bool {
         self != ForwardPass::Again
     }
 }

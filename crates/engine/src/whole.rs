@@ -319,7 +319,6 @@ impl Engine {
     /// Lends the result of this rank, reads this rank's parts of all results, and updates the parameters.
     fn spread(&mut self, round: &[MatrixPlace], update: StepUpdate) -> std::result::Result<(), CommError> {
         let (ranks, own) = (self.shards.size(), self.shards.rank());
-        let sharded = self.config.strategy.is_sharded();
         let Some(shared) = self.whole.shared.as_ref() else { return Ok(()) };
         let lend = || self.shards.lend("Muon's results", shared, shared.numel() * size_of::<f32>());
         let loan = if ranks > 1 { Some(lend()?) } else { None };
@@ -329,7 +328,8 @@ impl Engine {
             let matrix = handle.matrix(place.index);
             let piece = overlap(&matrix.range, &handle.owned);
             if owner == own {
-                let read_by_all = if sharded { matrix.range.len() } else { ranks * matrix.range.len() };
+                let readers = if handle.is_whole() { ranks } else { 1 };
+                let read_by_all = readers * matrix.range.len();
                 let sent = read_by_all - piece.len();
                 self.whole.bytes_sent += (sent * size_of::<f32>()) as u64;
             }

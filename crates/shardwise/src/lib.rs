@@ -48,7 +48,10 @@ pub use world::run;
 
 /// What a program that shards its own model needs.
 pub mod prelude {
-    pub use shardwise_burn::{ParamSource, ShardConfig, ShardError, Sharded, ShardedModel, StepOutcome, ops};
+    pub use shardwise_burn::{
+        Ignored, Init, InitialValues, ParamSource, Persistence, ShardConfig, ShardError, Sharded,
+        ShardedModel, StepOutcome, SummonOptions, Which, WrapPolicy, ops,
+    };
     pub use shardwise_comm::ProcessGroup;
     pub use shardwise_core::ShardingStrategy;
     pub use shardwise_engine::{

@@ -152,9 +152,19 @@ pub(crate) fn plain_descent<M: Module>(
     steps: usize,
     loss: impl Fn(&M, Tensor<2, Int>, Tensor<1, Int>) -> Tensor<1>,
 ) -> Params {
+    plain_descent_from(module, initial, 0..steps, loss)
+}
+
+/// The same for some of the steps.
+pub(crate) fn plain_descent_from<M: Module>(
+    module: M,
+    initial: &Params,
+    steps: std::ops::Range<usize>,
+    loss: impl Fn(&M, Tensor<2, Int>, Tensor<1, Int>) -> Tensor<1>,
+) -> Params {
     let device = Device::flex().autodiff();
     let mut values = initial.clone();
-    for index in 0..steps {
+    for index in steps {
         let whole = module.clone().map(&mut Assign::new(&values, &device));
         let mut total = Tensor::<1>::zeros([1], &device);
         for m in 0..4 {

@@ -153,6 +153,11 @@ impl UpdateState {
         }
     }
 
+    /// Whether anything is kept from one update to the next.
+    pub(crate) fn keeps_statistics(&self) -> bool {
+        !self.slots.is_empty() || self.factors.is_some()
+    }
+
     /// How often the parameters have been updated, when the update that follows is counted.
     pub(crate) fn next_count(&self) -> u64 {
         self.updates + 1

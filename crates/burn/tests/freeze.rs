@@ -1,0 +1,129 @@
+//! Freezing and unfreezing a model that is sharded already.
+
+mod common;
+
+use burn::module::Module;
+use burn::tensor::Device;
+use common::{
+    Net, Params, STRATEGIES, assert_close, batch, config, descent, params, plain_descent_from, step, world,
+};
+use shardwise_burn::{ShardConfig, ShardedModel};
+use shardwise_core::{Precision, Purpose, ShardingStrategy};
+
+/// The losses and the parameters after three steps.
+fn three_steps(model: &mut ShardedModel<Net>) -> (Vec<u64>, Params) {
+    ((0..3).map(|index| step(model, index, Net::loss)).collect(), params(model))
+}
+
+/// C7: what happens while a model is frozen leaves no trace once it is unfrozen, in mixed precision neither.
+#[test]
+fn frozen_then_unfrozen_equals_never_frozen() {
+    let device = Device::flex().autodiff();
+    for precision in [Precision::F32, Precision::Bf16] {
+        for strategy in STRATEGIES {
+            let mut config = config(strategy);
+            config.engine.precision.param_dtype = precision;
+            for ranks in [1, 2, 4] {
+                world(ranks, |group| {
+                    let never = ShardedModel::new(group.clone(), Net::new(&device), config, &());
+                    let want = three_steps(&mut never.expect("sharded"));
+
+                    let frozen = Net::new(&device).no_grad();
+                    let mut model = ShardedModel::new(group, frozen, config, &()).expect("sharded");
+                    let before = params(&mut model);
+                    assert_eq!(model.ledger().held(Purpose::OptimizerState), 0);
+                    let (ids, targets) = batch(0, 0, &Device::flex());
+                    model.evaluate(|net| net.loss(ids, targets)).expect("evaluated");
+                    // A step of a model that is frozen as a whole changes nothing.
+                    step(&mut model, 7, Net::loss);
+                    assert!(params(&mut model) == before);
+                    model.set_trainable(|_| true).expect("unfrozen");
+                    assert!(model.parameter("embed.weight").expect("known").requires_grad);
+                    assert!(three_steps(&mut model) == want, "{strategy}, {precision:?}, {ranks} ranks");
+                });
+            }
+        }
+    }
+}
+
+/// A head is trained first, then everything, then everything but one unit: as in plain Burn.
+#[test]
+fn parts_are_unfrozen_one_after_another() {
+    let device = Device::flex().autodiff();
+    let is_norm = |path: &str| path.starts_with("norm");
+    let not_middle = |path: &str| !path.starts_with("blocks.1");
+    let run = |ranks, config: ShardConfig| {
+        world(ranks, |group| {
+            let mut model = ShardedModel::new(group, Net::new(&device), config, &()).expect("sharded");
+            let mut all = vec![params(&mut model)];
+            for trained in [&is_norm as &dyn Fn(&str) -> bool, &|_| true, &not_middle] {
+                model.set_trainable(trained).expect("chosen");
+                let (_, after) = three_steps(&mut model);
+                let before = &all[all.len() - 1];
+                for ((path, _, a), (_, _, b)) in before.iter().zip(&sorted_like(before, &after)) {
+                    assert_eq!(a != b, trained(path), "{path}");
+                }
+                all.push(sorted_like(before, &after));
+            }
+            all
+        })
+        .remove(0)
+    };
+    let want = run(1, descent(ShardingStrategy::FullShard));
+    let mut values = want[0].clone();
+    for (index, trained) in
+        [&is_norm as &dyn Fn(&str) -> bool, &|_| true, &not_middle].into_iter().enumerate()
+    {
+        // Plain Burn trains everything; what is frozen is put back after each step.
+        for at in 0..3 {
+            let learned = plain_descent_from(Net::new(&device), &values, at..at + 1, Net::loss);
+            for ((path, _, old), (_, _, new)) in values.iter_mut().zip(learned) {
+                if trained(path) {
+                    *old = new;
+                }
+            }
+        }
+        assert_close(&want[index + 1], &values, 1e-5);
+    }
+    for strategy in STRATEGIES {
+        for recompute in [false, true] {
+            for ranks in [2, 4] {
+                let got = run(ranks, ShardConfig { recompute, ..descent(strategy) });
+                assert!(got == want, "{strategy}, recompute {recompute}, {ranks} ranks");
+            }
+        }
+    }
+}
+
+/// The same parameters in the order of `order`: what is frozen is exported after what is trained.
+fn sorted_like(order: &Params, params: &Params) -> Params {
+    let find = |path: &String| params.iter().find(|(p, ..)| p == path).expect("the same parameters").clone();
+    order.iter().map(|(path, ..)| find(path)).collect()
+}
+
+#[test]
+fn statistics_are_not_dropped_silently() {
+    world(2, |group| {
+        let device = Device::flex().autodiff();
+        let rank = group.rank();
+        let config = config(ShardingStrategy::FullShard);
+        let mut model = ShardedModel::new(group, Net::new(&device), config, &()).expect("sharded");
+        let error = model.set_trainable(|path| path.len() % 2 == rank).expect_err("ranks differ").to_string();
+        assert!(error.contains("frozen") && error.contains("rank 0"), "{error}");
+        // The model is as it was.
+        step(&mut model, 0, Net::loss);
+        let error = model.set_trainable(|_| true).expect_err("it has statistics").to_string();
+        assert!(error.contains("before the first update"), "{error}");
+        step(&mut model, 1, Net::loss);
+    });
+    // An average of the weights is a statistic too.
+    world(2, |group| {
+        let device = Device::flex().autodiff();
+        let mut config = descent(ShardingStrategy::FullShard);
+        config.engine.ema_decay = Some(0.9);
+        let mut model = ShardedModel::new(group, Net::new(&device), config, &()).expect("sharded");
+        model.set_trainable(|_| true).expect("nothing has been updated");
+        step(&mut model, 0, Net::loss);
+        model.set_trainable(|_| true).expect_err("the average has begun");
+    });
+}
