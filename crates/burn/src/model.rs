@@ -175,7 +175,7 @@ impl<M: Module> ShardedModel<M> {
         mut loss: impl FnMut(&M, usize) -> Result<Tensor<1>, E>,
     ) -> Result<StepOutcome, StepError<E>> {
         let schedule = self.engine.lock().begin_step(micro_batches)?;
-        let mut losses = Vec::with_capacity(schedule.rounds());
+        let mut losses = Vec::new();
         for _ in 0..schedule.rounds() {
             let assignment = self.engine.lock().begin_round()?;
             match assignment {

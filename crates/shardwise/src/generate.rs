@@ -1,6 +1,5 @@
 //! `generate`: a text continued by a model from a Hugging Face folder.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use burn::tensor::{Device, Tensor, TensorData};
@@ -9,9 +8,11 @@ use shardwise_comm::ProcessGroup;
 use shardwise_engine::OptimizerConfig;
 use shardwise_models::{CausalLm, LanguageModel, ModelError, Sampler, WeightsFolder};
 
+use crate::bounds;
 use crate::config::read_model_config;
 use crate::data::Tokenizer;
 use crate::error::RunError;
+use crate::output::{print, say};
 use crate::world::{DEFAULT_TIMEOUT, on_own_threads};
 
 /// What to continue, and how.
@@ -21,7 +22,7 @@ pub struct GenerateArgs {
     #[arg(long)]
     model: PathBuf,
     /// The text to continue
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     prompt: String,
     /// Tokens to add
     #[arg(long, default_value_t = 200)]
@@ -36,7 +37,7 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Threads to compute with
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = bounds::thread_count)]
     threads: usize,
 }
 
@@ -46,7 +47,7 @@ pub struct GenerateArgs {
 /// When the model cannot be read or does not fit the options.
 pub fn run(args: &GenerateArgs) -> Result<i32, RunError> {
     let (config, warnings) = read_model_config(&args.model)?;
-    warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    warnings.iter().for_each(|warning| say(&format!("warning: {warning}")));
     let file = args.model.join("tokenizer.json");
     let tokenizer = Tokenizer::open(&file.display().to_string()).map_err(RunError::user)?;
     let prompt = tokenizer.encode(&args.prompt).map_err(RunError::user)?;
@@ -61,6 +62,7 @@ pub fn run(args: &GenerateArgs) -> Result<i32, RunError> {
         )));
     }
     let weights = WeightsFolder::open(&args.model, &config).map_err(RunError::user)?;
+    weights.warning().iter().for_each(|warning| say(&format!("warning: {warning}")));
     let mut sampler = Sampler::new(args.temperature, args.top_k, args.seed).map_err(RunError::user)?;
     let transport = shardwise_comm::threads::world(1, DEFAULT_TIMEOUT)?.remove(0);
     let text = on_own_threads(args.threads, || {
@@ -70,8 +72,7 @@ pub fn run(args: &GenerateArgs) -> Result<i32, RunError> {
             continue_tokens(&mut model, &mut sampler, &prompt, args.max_new_tokens, config.max_positions())?;
         tokenizer.decode(&[prompt, ids].concat()).map_err(RunError::failed)
     })??;
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{text}").map_err(|e| RunError::failed(format!("writing the text: {e}")))?;
+    print(&(text + "\n"))?;
     Ok(0)
 }
 

@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod bounds;
 mod claim;
 pub mod cli;
 pub mod config;
@@ -38,6 +39,7 @@ pub mod error;
 mod export;
 pub mod generate;
 pub mod memory;
+pub mod output;
 pub mod plan;
 pub mod report;
 mod suggest;
