@@ -6,8 +6,8 @@ use shardwise_core::Precision;
 
 use crate::codec::{BLOCK, take};
 
-/// Windows that are added in one pass, in registers.
-const FUSED: usize = 8;
+/// Windows that are added in one pass, in registers. (More of them no longer compile to vector code.)
+const FUSED: usize = 4;
 
 /// Sums `windows` (one per rank, in rank order, each as long as `dst`) by the binary counter over ranks and puts the sum
 /// into `dst`, or adds it to what `dst` holds.
@@ -21,7 +21,7 @@ pub fn sum_windows(dst: &mut [f32], windows: &[&[f32]], add: bool) {
         if windows.len() <= FUSED {
             sum_fused(dst, windows, add);
         } else {
-            // Eight windows are a subtree of the counter's tree, and so is the rest at its end.
+            // Four windows are a subtree of the counter's tree, and so is the rest at its end.
             let groups: Vec<&[&[f32]]> = windows.chunks(FUSED).collect();
             let read = |group: usize, range: Range<usize>, block: &mut [f32]| {
                 let mut part: [&[f32]; FUSED] = [&[]; FUSED];
@@ -39,50 +39,27 @@ pub fn sum_windows(dst: &mut [f32], windows: &[&[f32]], add: bool) {
 /// Up to [`FUSED`] windows in one pass.
 #[inline(always)]
 fn sum_fused(dst: &mut [f32], windows: &[&[f32]], add: bool) {
-    match *windows {
-        [a] if !add => dst.copy_from_slice(a),
-        [a] => map(dst, [a], add),
-        [a, b] => map(dst, [a, b], add),
-        [a, b, c] => map(dst, [a, b, c], add),
-        [a, b, c, d] => map(dst, [a, b, c, d], add),
-        [a, b, c, d, e] => map(dst, [a, b, c, d, e], add),
-        [a, b, c, d, e, f] => map(dst, [a, b, c, d, e, f], add),
-        [a, b, c, d, e, f, g] => map(dst, [a, b, c, d, e, f, g], add),
-        [a, b, c, d, e, f, g, h] => map(dst, [a, b, c, d, e, f, g, h], add),
+    match (windows, add) {
+        ([a], false) => dst.copy_from_slice(a),
+        ([a], true) => map(dst, [*a], |d, [a]| d + a),
+        ([a, b], false) => map(dst, [*a, *b], |_, [a, b]| a + b),
+        ([a, b], true) => map(dst, [*a, *b], |d, [a, b]| d + (a + b)),
+        ([a, b, c], false) => map(dst, [*a, *b, *c], |_, [a, b, c]| (a + b) + c),
+        ([a, b, c], true) => map(dst, [*a, *b, *c], |d, [a, b, c]| d + ((a + b) + c)),
+        ([a, b, c, e], false) => map(dst, [*a, *b, *c, *e], |_, [a, b, c, e]| (a + b) + (c + e)),
+        ([a, b, c, e], true) => map(dst, [*a, *b, *c, *e], |d, [a, b, c, e]| d + ((a + b) + (c + e))),
         _ => {}
     }
 }
 
-/// `dst[i] = tree(windows[..][i])`, or that added to `dst[i]`, in a form that compiles to vector code.
+/// `dst[i] = f(dst[i], windows[..][i])`, in a form that compiles to vector code.
 #[inline(always)]
-fn map<const N: usize>(dst: &mut [f32], windows: [&[f32]; N], add: bool) {
+fn map<const N: usize>(dst: &mut [f32], windows: [&[f32]; N], f: impl Fn(f32, [f32; N]) -> f32) {
     let n = dst.len();
     let windows = windows.map(|w| &w[..n]);
-    if add {
-        for i in 0..n {
-            dst[i] += tree(windows.map(|w| w[i]));
-        }
-    } else {
-        for i in 0..n {
-            dst[i] = tree(windows.map(|w| w[i]));
-        }
+    for i in 0..n {
+        dst[i] = f(dst[i], windows.map(|w| w[i]));
     }
-}
-
-/// The sum of the counter over `N` values: neighbours first, then neighbouring pairs, and so on; what has no neighbour
-/// waits for the next round, so that leftovers meet smallest first.
-#[inline(always)]
-fn tree<const N: usize>(mut values: [f32; N]) -> f32 {
-    let mut width = 1;
-    while width < N {
-        let mut at = 0;
-        while at + width < N {
-            values[at] += values[at + width];
-            at += 2 * width;
-        }
-        width *= 2;
-    }
-    values[0]
 }
 
 /// As [`sum_windows`], for windows of bytes as they travel in `precision`: widened first, added in f32.
