@@ -267,10 +267,9 @@ impl Signals {
     /// Catches them, but for those that whoever started this process wants ignored.
     fn catch() -> Result<Self> {
         let what = "catching signals";
-        let ignored = ignored_signals();
         let pipes = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
             .into_iter()
-            .filter(|signal| ignored >> (signal - 1) & 1 == 0)
+            .filter(|signal| !is_ignored(*signal))
             .map(|signal| {
                 let (read, write) = UnixStream::pair().map_err(|e| CommError::system(what, e))?;
                 signal_hook::low_level::pipe::register(signal, write)
@@ -304,10 +303,11 @@ impl Signals {
     }
 }
 
-/// The signals that this process ignores, signal `n` as bit `n - 1`: `nohup` and shells start programs that way. None
-/// where the system does not tell.
-fn ignored_signals() -> u64 {
+/// Whether this process ignores `signal`, as `nohup` and shells start programs; false where the system does not tell.
+pub fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    // Signal n is bit n - 1.
+    (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }

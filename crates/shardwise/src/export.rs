@@ -8,6 +8,7 @@ use shardwise_models::{LanguageModel, ModelConfig, ModelError, export_plan, writ
 
 use crate::data::Tokenizer;
 use crate::error::RunError;
+use crate::interrupt::PutOff;
 
 /// Writes the model to `folder`, as a whole or not at all: gathered one unit at a time by all ranks, written by rank 0.
 /// What was there before stays when it fails.
@@ -21,7 +22,10 @@ pub(crate) fn write(
     folder: &Path,
 ) -> Result<(), RunError> {
     let failed = |e: ModelError| RunError::failed(format!("writing the model to {}: {e}", folder.display()));
-    let mut writer = if model.group().rank() == 0 {
+    let is_writer = model.group().rank() == 0;
+    // Outlives the writer, which removes what it began when it is dropped.
+    let put_off = is_writer.then(PutOff::new);
+    let mut writer = if is_writer {
         let plan = export_plan(config).map_err(failed)?;
         let writer = FolderWriter::create(folder, plan, DEFAULT_MAX_FILE_BYTES);
         Some(writer.map_err(|e| failed(e.into()))?)
@@ -31,6 +35,10 @@ pub(crate) fn write(
     let mut result = Ok(());
     model.export(|path, _, values| {
         if let Some(writer) = writer.as_mut().filter(|_| result.is_ok()) {
+            if put_off.as_ref().is_some_and(PutOff::is_due) {
+                result = Err(RunError::failed("a signal has interrupted it"));
+                return;
+            }
             result = check_finite(path, values)
                 .and_then(|()| write_parameter(writer, config, path, values).map_err(failed));
         }

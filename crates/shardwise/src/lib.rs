@@ -38,6 +38,7 @@ mod dataset;
 pub mod error;
 mod export;
 pub mod generate;
+mod interrupt;
 pub mod memory;
 pub mod output;
 pub mod plan;

@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::data::{TokenDataset, Tokenizer};
 use crate::error::RunError;
 use crate::generate::continue_tokens;
+use crate::interrupt::PutOff;
 use crate::memory::PeakProportional;
 use crate::output::{harmless, print, say};
 use crate::plan::{Outline, memory_plan};
@@ -176,6 +177,8 @@ impl<'a> Rank<'a> {
 
     /// Says what will run and takes the output folder.
     fn begin(&self, output: &Path) -> Result<Option<MetricsFile>, RunError> {
+        // A rank that has found its part of the weights damaged ends the run before anything is written.
+        self.group.barrier("model")?;
         let file = if self.is_first() {
             self.announce();
             Some(claim_output(output, self.job.config.train.ema_decay.is_some())?)
@@ -392,6 +395,7 @@ impl<'a> Rank<'a> {
 fn claim_output(output: &Path, with_averages: bool) -> Result<MetricsFile, RunError> {
     std::fs::create_dir_all(output)
         .map_err(|e| RunError::user(format!("cannot make the folder {}: {e}", output.display())))?;
+    let _put_off = PutOff::new();
     let mut metrics = MetricsFile::claim(&output.join(METRICS))?;
     FolderWriter::check(output.join(MODEL)).map_err(RunError::user)?;
     if with_averages {
