@@ -15,13 +15,20 @@ pub fn say(line: &str) {
 /// # Errors
 /// When it cannot be written: a full disk, say. A reader who has closed the pipe has had enough, which is no error.
 pub fn print(text: &str) -> Result<(), RunError> {
+    print_to_reader(text).map(drop)
+}
+
+/// As [`print`]; returns whether the reader is still there.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_to_reader(text: &str) -> Result<bool, RunError> {
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() { harmless(text) } else { text.to_string() };
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
-            Err(RunError::failed(format!("writing to standard output: {e}")))
-        }
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(e) => Err(RunError::failed(format!("writing to standard output: {e}"))),
     }
 }
 

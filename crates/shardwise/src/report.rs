@@ -209,7 +209,7 @@ impl Progress {
     pub fn new(steps: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-            if let Ok(style) = ProgressStyle::with_template("{bar:12} {wide_msg} {eta} left") {
+            if let Ok(style) = ProgressStyle::with_template("{bar:8} {wide_msg} {eta} left") {
                 bar.set_style(style);
             }
             bar

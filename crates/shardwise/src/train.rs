@@ -327,7 +327,8 @@ impl<'a> Rank<'a> {
         }
         let count = if self.job.tokenizer.is_some() { SAMPLE_TOKENS } else { 1 };
         let mut sampler = Sampler::new(0.8, Some(40), self.job.config.run.seed).map_err(RunError::failed)?;
-        let ids = continue_tokens(&mut self.model, &mut sampler, &prompt, count, self.job.seq_len)?;
+        let ids =
+            continue_tokens(&mut self.model, &mut sampler, &prompt, [count, self.job.seq_len], |_| Ok(()))?;
         Ok([prompt, ids].concat())
     }
 

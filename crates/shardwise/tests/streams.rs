@@ -58,6 +58,40 @@ fn a_run_goes_on_without_its_readers() {
     }
 }
 
+/// `generate` prints as it draws, the same text as at once, and stops when nobody reads on.
+#[test]
+fn a_text_is_printed_while_it_grows() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, out) = (folder.path().join("c.toml"), folder.path().join("out"));
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &out)).expect("written");
+    let ran = shardwise(["train".as_ref(), config.as_os_str()])
+        .args(["--set", "run.steps=1", "--set", "data.tokenizer=bytes"])
+        .output()
+        .expect("ran");
+    assert!(ran.status.success(), "{}", stderr(&ran));
+    let model = out.join("model").display().to_string();
+    let generate = |count: &str| {
+        let mut command =
+            shardwise(["generate", "--model", &model, "--prompt", "caf\u{e9}", "--max-new-tokens", count]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let short = stdout(&generate("1500").output().expect("ran"));
+    assert!(short.starts_with("caf\u{e9}") && short.ends_with('\n'));
+    assert_eq!(stdout(&generate("1500").output().expect("ran")), short, "whenever it is printed");
+    let mut endless = generate("1000000000").spawn().expect("started");
+    let mut start = vec![0; 40];
+    let mut text = endless.stdout.take().expect("piped");
+    std::io::Read::read_exact(&mut text, &mut start).expect("a text that has begun");
+    assert_eq!(
+        String::from_utf8_lossy(&start).chars().take(20).collect::<String>(),
+        short.chars().take(20).collect::<String>()
+    );
+    drop(text);
+    let ended = endless.wait_with_output().expect("ended");
+    assert_eq!((ended.status.code(), stderr(&ended)), (Some(0), String::new()));
+}
+
 #[test]
 fn short_commands_say_what_they_could_not_write() {
     let folder = tempfile::tempdir().expect("a folder");
