@@ -187,7 +187,7 @@ impl<M: Module> ShardedModel<M> {
         mut loss: impl FnMut(&M, usize) -> Result<Tensor<1>, E>,
     ) -> Result<StepOutcome, StepError<E>> {
         let schedule = self.engine.lock().begin_step_at(micro_batches, lr)?;
-        let mut losses = Vec::with_capacity(schedule.rounds());
+        let mut losses = Vec::new();
         for _ in 0..schedule.rounds() {
             let assignment = self.engine.lock().begin_round()?;
             match assignment {

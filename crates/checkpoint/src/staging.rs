@@ -55,17 +55,11 @@ enum Standing {
 impl Staging {
     /// Makes the temporary folder, after removing those that dead writers of this target left.
     pub(crate) fn create(target: &Path) -> Result<Self> {
-        let target = std::path::absolute(target).map_err(Error::io(target, "make it absolute"))?;
-        let (Some(parent), Some(name)) = (target.parent().map(Path::to_path_buf), target.file_name()) else {
-            return Err(Error::NotAModelFolder {
-                folder: target,
-                found: "a path without a last name".into(),
-            });
-        };
+        let (target, parent, name) = parts(target)?;
         let turn = take_turn(&parent, PATIENCE)?;
         let standing = standing(&target)?;
-        let leftovers = leftovers(&parent, name)?;
-        let (folder, lock) = make_locked(&parent, name)?;
+        let leftovers = leftovers(&parent, &name)?;
+        let (folder, lock) = make_locked(&parent, &name)?;
         if !leftovers.is_empty() {
             // One of them may be a folder whose replacement is not yet sure to survive a loss of power.
             turn.sync_all().map_err(Error::io(&parent, "bring the names in it to disk"))?;
@@ -80,6 +74,23 @@ impl Staging {
             staging.try_exchange()?;
         }
         Ok(staging)
+    }
+
+    /// Removes the folders that dead writers of `target` left.
+    pub(crate) fn remove_leftovers(target: &Path) -> Result<()> {
+        let (_, parent, name) = parts(target)?;
+        let turn = take_turn(&parent, PATIENCE)?;
+        let leftovers = leftovers(&parent, &name)?;
+        if leftovers.is_empty() {
+            return Ok(());
+        }
+        // As in `create`.
+        turn.sync_all().map_err(Error::io(&parent, "bring the names in it to disk"))?;
+        drop(turn);
+        for leftover in leftovers {
+            remove_model_folder(&leftover).map_err(Error::io(&leftover, "remove it"))?;
+        }
+        Ok(())
     }
 
     /// The folder to fill.
@@ -130,6 +141,15 @@ impl Staging {
             fs::remove_file(path).map_err(Error::io(path, "remove it"))?;
         }
         Ok(())
+    }
+}
+
+/// The absolute target, its parent and its name.
+fn parts(target: &Path) -> Result<(PathBuf, PathBuf, OsString)> {
+    let target = std::path::absolute(target).map_err(Error::io(target, "make it absolute"))?;
+    match (target.parent().map(Path::to_path_buf), target.file_name().map(OsStr::to_os_string)) {
+        (Some(parent), Some(name)) => Ok((target, parent, name)),
+        _ => Err(Error::NotAModelFolder { folder: target, found: "a path without a last name".into() }),
     }
 }
 

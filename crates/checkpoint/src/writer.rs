@@ -81,6 +81,25 @@ impl FolderWriter {
         Ok(Self { staging, files, tensors, companions: Vec::new(), total_size })
     }
 
+    /// Finds out, before the work and not after it, whether [`create`](Self::create) would take `folder`: makes the
+    /// temporary folder beside it and removes it again.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`create`](Self::create), but for the plan's.
+    pub fn check(folder: impl AsRef<Path>) -> Result<()> {
+        Staging::create(folder.as_ref()).map(drop)
+    }
+
+    /// Removes what writers of `folder` that have died left beside it; a live writer's folder stays.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] if the parent folder cannot be read.
+    pub fn remove_leftovers(folder: impl AsRef<Path>) -> Result<()> {
+        Staging::remove_leftovers(folder.as_ref())
+    }
+
     /// Writes one tensor; the order of tensors is free.
     ///
     /// `values` are in our row-major order: that of the plan's shape with [`StoredLayout::AsIs`]; with

@@ -60,7 +60,8 @@ impl Fabric {
         );
         if seat.is_err() {
             return Err(CommError::Rendezvous(format!(
-                "rank {rank} of {} has already joined this world; start each rank once, with a RANK of its own",
+                "rank {rank} of {} has joined this world before: a launcher's world is for one run of one program on each \
+                 rank; start a second program with a launcher of its own, and each rank once with a RANK of its own",
                 board.ranks()
             )));
         }

@@ -2,9 +2,11 @@
 //!
 //! The launcher makes the shared memory, starts every rank with the environment that such programs expect, and watches:
 //! when one ends badly it tells the others through the shared memory which rank was lost and how, gives them a moment
-//! to say so, and ends whatever is left. Ranks die with their launcher.
+//! to say so, and ends whatever is left: the ranks and all that they have started. Ranks die with their launcher, also
+//! behind a wrapper.
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -17,6 +19,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 
 use crate::Result;
+use crate::descendants::{Descendant, Descendants, MARK_VARIABLE};
 use crate::error::CommError;
 use crate::shm::{FD_VARIABLE, WorldFile};
 
@@ -43,17 +46,24 @@ pub struct Launch {
 /// Starts the ranks and waits for all of them.
 ///
 /// Returns the exit code for the launcher to end with: 0 when every rank ended well, otherwise that of the first rank
-/// that did not (128 + n for signal n); 128 + n when the launcher itself got signal n. Call it from the thread that
-/// lives as long as the process: ranks are killed when it ends.
+/// that did not (128 + n for signal n); 128 + n when the launcher itself got signal n. A signal that this process was told
+/// to ignore (`nohup`) stays ignored. Call it from the thread that lives as long as the process: ranks are killed when it
+/// ends.
+///
+/// What the ranks have started ends with them: every process that comes to be below this one during the call is asked to
+/// end, and then killed, once all ranks have ended. Only a launcher that is itself killed (SIGKILL) cannot see to it:
+/// ranks then end all the same, but other processes behind a wrapper do not. Meanwhile orphans below this process become
+/// its children instead of init's (it is their *subreaper*).
 ///
 /// # Errors
 /// When the shared memory cannot be made or a rank cannot be started; no process is left then.
 pub fn launch(launch: &Launch) -> Result<i32> {
     let world = WorldFile::create(launch.ranks)?;
+    let _alive = world.hold()?;
     fcntl_setfd(world.file(), FdFlags::empty())
         .map_err(|e| CommError::system("sharing memory with the ranks", e))?;
     let signals = Signals::catch()?;
-    let mut ranks = Ranks::default();
+    let mut ranks = Ranks { running: Vec::new(), descendants: Descendants::adopt(), orphans: Vec::new() };
     let port = free_port();
     for rank in 0..launch.ranks {
         ranks.start(launch, rank, port, &world)?;
@@ -66,14 +76,22 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).map_or(29500, |a| a.port())
 }
 
-/// The running ranks; whatever still runs is killed when this is dropped.
-#[derive(Default)]
+/// Tells the user; without a standard error there is no one to tell.
+fn say(line: &str) {
+    let _ = std::io::stderr().write_all(format!("shardwise launch: {line}\n").as_bytes());
+}
+
+/// The running ranks; whatever still runs of them and below them is killed when this is dropped.
 struct Ranks {
     running: Vec<(usize, Child)>,
+    descendants: Descendants,
+    /// What they have left behind, as last seen.
+    orphans: Vec<Descendant>,
 }
 
 impl Drop for Ranks {
     fn drop(&mut self) {
+        self.descendants.signal(&self.pids(), Signal::KILL);
         for (_, child) in &mut self.running {
             // Either it is gone already or this ends it; there is nothing else to do with a failure.
             let _ = child.kill();
@@ -91,6 +109,7 @@ impl Ranks {
         command.env("WORLD_SIZE", &ranks_text).env("LOCAL_WORLD_SIZE", &ranks_text);
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
         command.env(FD_VARIABLE, world.file().as_raw_fd().to_string());
+        command.env(MARK_VARIABLE, self.descendants.marks());
         let launcher = std::process::id();
         let die_with_launcher = move || {
             set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -111,6 +130,11 @@ impl Ranks {
         Ok(())
     }
 
+    /// Process numbers of the ranks that have not been waited for.
+    fn pids(&self) -> Vec<Pid> {
+        self.running.iter().map(|(_, child)| Pid::from_child(child)).collect()
+    }
+
     /// Waits for the ranks; on the first bad end, tells the rest and sees them off.
     fn watch(&mut self, world: &WorldFile, signals: &Signals) -> Result<i32> {
         let mut ending: Option<Ending> = None;
@@ -125,22 +149,40 @@ impl Ranks {
                     world.board().failure(),
                     Some(CommError::Peer { .. } | CommError::Disagreement(_))
                 ) {
-                    eprintln!("shardwise launch: rank {rank} {how}; ending the others");
+                    say(&format!("rank {rank} {how}; ending the others"));
                 }
                 world.board().fail(world.board().launcher(), &CommError::RankLost { rank, how });
                 ending = Some(Ending::new(exit_code(status), REPORT));
             }
-            if self.running.is_empty() {
+            if self.running.is_empty() && self.nothing_left(&mut ending) {
                 return Ok(ending.map_or(0, |e| e.code));
             }
             if let Some(ending) = &mut ending {
-                ending.proceed(&mut self.running);
+                ending.proceed(&self.descendants, &self.pids());
             }
             if let Some(signal) = signals.wait(LOOK)? {
-                eprintln!("shardwise launch: signal {signal}; ending all ranks");
-                ending = Some(Ending::new(128 + signal, Duration::ZERO));
+                say(&format!("signal {signal}; ending all ranks"));
+                ending = Some(Ending::by_signal(signal, ending.as_ref()));
             }
         }
+    }
+
+    /// Whether nothing that the ranks have started runs once they have ended; otherwise that is asked to end now.
+    fn nothing_left(&mut self, ending: &mut Option<Ending>) -> bool {
+        let left = self.descendants.running(&[]);
+        if left.is_empty() {
+            Descendants::bury(&self.orphans);
+            return true;
+        }
+        let ending = ending.get_or_insert_with(|| {
+            let names: Vec<String> = left.iter().map(|p| format!("{} (process {})", p.name, p.pid)).collect();
+            say(&format!("all ranks have ended; ending what they have left running: {}", names.join(", ")));
+            Ending::new(0, Duration::ZERO)
+        });
+        // Nobody is left who could still report.
+        ending.ask_at = ending.ask_at.min(Instant::now());
+        self.orphans = left;
+        false
     }
 
     fn reap(&mut self, world: &WorldFile) -> Result<Vec<(usize, ExitStatus)>> {
@@ -163,35 +205,43 @@ impl Ranks {
     }
 }
 
-/// The end of a world: first ranks may report, then they are asked to end, then killed.
+/// The end of a world: first ranks may report, then they and all that they have started are asked to end, then killed.
 struct Ending {
     code: i32,
-    begun: Instant,
-    report: Duration,
+    /// When everything is asked to end.
+    ask_at: Instant,
     asked: bool,
 }
 
 impl Ending {
     fn new(code: i32, report: Duration) -> Self {
-        Self { code, begun: Instant::now(), report, asked: false }
+        Self { code, ask_at: Instant::now() + report, asked: false }
     }
 
-    fn proceed(&mut self, running: &mut [(usize, Child)]) {
-        let passed = self.begun.elapsed();
-        if !self.asked && passed >= self.report {
-            self.asked = true;
-            running.iter().for_each(|(_, child)| send(child, Signal::TERM));
-        }
-        if passed >= self.report + END {
-            running.iter().for_each(|(_, child)| send(child, Signal::KILL));
-        }
+    /// What comes of a signal to the launcher: an end without reports, and at once when it is the second.
+    fn by_signal(signal: i32, before: Option<&Self>) -> Self {
+        let asked = before.is_some_and(|ending| ending.asked);
+        let ask_at = if asked { Instant::now().checked_sub(END) } else { None };
+        Self { code: 128 + signal, ask_at: ask_at.unwrap_or_else(Instant::now), asked }
     }
-}
 
-fn send(child: &Child, signal: Signal) {
-    if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
-        // The child is ours and not yet waited for, so the number is still its own; it may have ended, which is fine.
-        let _ = kill_process(pid, signal);
+    fn proceed(&mut self, descendants: &Descendants, ranks: &[Pid]) {
+        let now = Instant::now();
+        let signal = if now >= self.ask_at + END {
+            Signal::KILL
+        } else if now >= self.ask_at && !self.asked {
+            Signal::TERM
+        } else {
+            return;
+        };
+        self.asked = true;
+        if !descendants.signal(ranks, signal) {
+            // Without `/proc` the ranks are all that is known. They are ours and not yet waited for, so the numbers are
+            // still their own; those that have ended do not mind.
+            for rank in ranks {
+                let _ = kill_process(*rank, signal);
+            }
+        }
     }
 }
 
@@ -214,10 +264,12 @@ struct Signals {
 }
 
 impl Signals {
+    /// Catches them, but for those that whoever started this process wants ignored.
     fn catch() -> Result<Self> {
         let what = "catching signals";
         let pipes = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
             .into_iter()
+            .filter(|signal| !is_ignored(*signal))
             .map(|signal| {
                 let (read, write) = UnixStream::pair().map_err(|e| CommError::system(what, e))?;
                 signal_hook::low_level::pipe::register(signal, write)
@@ -232,6 +284,7 @@ impl Signals {
     fn wait(&self, at_most: Duration) -> Result<Option<i32>> {
         let timeout =
             Timespec { tv_sec: at_most.as_secs() as i64, tv_nsec: i64::from(at_most.subsec_nanos()) };
+        // With all of them ignored this only waits.
         let mut fds: Vec<PollFd<'_>> =
             self.pipes.iter().map(|(_, p)| PollFd::new(p, PollFlags::IN)).collect();
         match poll(&mut fds, Some(&timeout)) {
@@ -248,4 +301,13 @@ impl Signals {
         let _ = std::io::Read::read(&mut &*pipe, &mut byte);
         Ok(Some(*signal))
     }
+}
+
+/// Whether this process ignores `signal`, as `nohup` and shells start programs; false where the system does not tell.
+pub fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    // Signal n is bit n - 1.
+    (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }

@@ -13,6 +13,7 @@ mod agreement;
 mod board;
 pub mod buffer;
 pub mod codec;
+mod descendants;
 pub mod error;
 mod fabric;
 pub mod fingerprint;

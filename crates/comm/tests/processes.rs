@@ -210,9 +210,16 @@ fn wait_at_most(child: &mut Child, at_most: Duration) -> std::process::ExitStatu
     }
 }
 
+/// Whether a process runs. (A killed launcher's ranks become children of this process while a test in it launches: then
+/// they have ended, and stay in the list until this process ends.)
+fn runs(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    test_kill_process(pid).is_ok() && !stat.contains(") Z ")
+}
+
 fn all_gone(pids: &[Pid]) -> bool {
     let begun = Instant::now();
-    while pids.iter().any(|pid| test_kill_process(*pid).is_ok()) {
+    while pids.iter().any(|pid| runs(*pid)) {
         if begun.elapsed() > Duration::from_secs(2) {
             return false;
         }

@@ -118,6 +118,23 @@ pub enum ModelError {
         /// Its shape.
         shape: Vec<usize>,
     },
+    /// A tensor that the model of the weights computes with, and the configured one does not.
+    #[error(
+        "{}: expected the tensors of a model with {layers} layers and no other in its layers, found `{tensor}` \
+         ({count} such in all): without it the model computes something else; check that config.json belongs to these \
+         weights, or use another model",
+        folder.display()
+    )]
+    Surplus {
+        /// The folder of the weights.
+        folder: PathBuf,
+        /// The first such tensor.
+        tensor: String,
+        /// How many there are.
+        count: usize,
+        /// The layers that the configuration has.
+        layers: usize,
+    },
     /// A tensor of the wrong shape.
     #[error(
         "{}: expected tensor `{tensor}` of shape {expected:?} for the parameter `{path}`, found {found:?}; check that \

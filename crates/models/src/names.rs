@@ -92,6 +92,13 @@ impl Names {
         Some((format!("{prefix}{}{number}.{name}", self.blocks), *layout))
     }
 
+    /// Whether a file's tensor belongs to a block, known here or not.
+    pub(crate) fn is_in_block(&self, tensor: &str) -> bool {
+        let bare = tensor.strip_prefix(self.prefix).unwrap_or(tensor);
+        let number = bare.strip_prefix(self.blocks).and_then(|rest| rest.split_once('.'));
+        number.is_some_and(|(number, _)| number.parse::<usize>().is_ok())
+    }
+
     /// Whether a file's tensor is a constant that the model has no need of.
     pub(crate) fn is_constant(&self, tensor: &str) -> bool {
         self.constants.iter().any(|end| tensor.ends_with(end))

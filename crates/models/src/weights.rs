@@ -40,8 +40,11 @@ impl WeightsFolder {
     /// the right shape and in a type that can be read. Values are read only where a tied model's weights have a head,
     /// to see that it is the embedding.
     ///
+    /// Tensors that the model has no parameters for are left out ([`WeightsFolder::unused`]), but not those without which
+    /// it would compute something else: anything in a block, and the bias of a layer that has none here.
+    ///
     /// # Errors
-    /// [`ModelError::MissingTensor`], [`ModelError::MissingHead`], [`ModelError::TensorShape`],
+    /// [`ModelError::Surplus`], [`ModelError::MissingTensor`], [`ModelError::MissingHead`], [`ModelError::TensorShape`],
     /// [`ModelError::TensorType`], [`ModelError::HeadDiffers`], or what [`SafetensorsFolder::open`] returns.
     pub fn open(folder: impl AsRef<Path>, config: &ModelConfig) -> Result<Self> {
         let path = folder.as_ref();
@@ -60,6 +63,16 @@ impl WeightsFolder {
         if config.tie_word_embeddings() && unused.remove(HEAD_TENSOR) {
             check_tied_head(path, &folder, &tensors)?;
         }
+        let used: BTreeSet<&str> = tensors.values().map(|located| located.name.as_str()).collect();
+        let surplus: Vec<&str> = unused.iter().copied().filter(|n| is_mathematics(n, names, &used)).collect();
+        if let Some(first) = surplus.first() {
+            return Err(ModelError::Surplus {
+                folder: path.to_path_buf(),
+                tensor: (*first).to_string(),
+                count: surplus.len(),
+                layers: config.num_layers(),
+            });
+        }
         let unused = unused.into_iter().map(str::to_string).collect();
         Ok(Self { folder, tensors, unused })
     }
@@ -67,6 +80,22 @@ impl WeightsFolder {
     /// The tensors that the model has no parameters for, sorted; without constants such as attention masks.
     pub fn unused(&self) -> &[String] {
         &self.unused
+    }
+
+    /// What a user should hear about [`WeightsFolder::unused`] tensors; nothing when there are none.
+    pub fn warning(&self) -> Option<String> {
+        const NAMED: usize = 5;
+        let named = self.unused.iter().take(NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>();
+        let more = match self.unused.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        (!named.is_empty()).then(|| {
+            format!(
+                "the weights hold what the model has no use for, and it is left out: {}{more}",
+                named.join(", ")
+            )
+        })
     }
 
     /// How many bytes of tensor data have been read.
@@ -91,9 +120,24 @@ impl ParamSource for WeightsFolder {
         if shape != known {
             return Err(format!("it has shape {shape:?}, but the weights were opened for {known:?}"));
         }
-        self.folder.read_range(name, elements, *layout, out).map_err(|error| error.to_string())?;
-        Ok(true)
+        self.folder.read_range(name, elements.clone(), *layout, out).map_err(|error| error.to_string())?;
+        match out.iter().position(|value| !value.is_finite()) {
+            None => Ok(true),
+            Some(index) => Err(format!(
+                "the tensor `{name}` holds {} (as element {} of the parameter); these weights are damaged or of a training \
+                 that diverged: use others",
+                out[index],
+                elements.start + index
+            )),
+        }
     }
+}
+
+/// Whether a tensor that is no parameter takes part in what the model of its weights computes: it belongs to a block, or it
+/// is the bias of a layer that is used without one.
+fn is_mathematics(tensor: &str, names: &Names, used: &BTreeSet<&str>) -> bool {
+    let weight = tensor.strip_suffix(".bias").map(|layer| format!("{layer}.weight"));
+    names.is_in_block(tensor) || weight.is_some_and(|weight| used.contains(weight.as_str()))
 }
 
 /// The name among `present` that a tensor has, with its prefix or without.

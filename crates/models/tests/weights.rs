@@ -197,11 +197,36 @@ fn constants_and_strange_tensors_are_not_parameters() {
             config.n_layer = 2;
         }
     });
-    let unused = weights.expect("opened").unused().to_vec();
+    let error = weights.expect_err("refused").to_string();
     assert!(
-        unused.len() == 12 && unused.iter().all(|name| name.starts_with("transformer.h.2.")),
-        "{unused:?}"
+        error.contains("2 layers") && error.contains("`transformer.h.2.attn.c_attn.bias` (12 such"),
+        "{error}"
     );
+}
+
+/// What changes the mathematics is refused, also where the parameters that are there would suffice.
+#[test]
+fn tensors_that_the_model_should_compute_with_are_refused() {
+    for (fixture, tensor) in [
+        ("llama-tiny", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama-tiny", "model.layers.1.self_attn.q_norm.weight"),
+        ("llama-tiny", "layers.7.mlp.up_proj.weight"),
+        ("llama-tiny", "model.norm.bias"),
+        ("llama-tiny", "lm_head.bias"),
+    ] {
+        let weights = open_changed(fixture, |tensors, _| {
+            tensors.insert(tensor.to_string(), (vec![1], vec![0]));
+        });
+        let error = weights.expect_err(tensor).to_string();
+        assert!(error.contains(&format!("found `{tensor}` (1 such")), "{error}");
+    }
+    let weights = open_changed("llama-tiny", |tensors, _| {
+        for name in ["score.weight", "score.bias", "c", "d", "e", "f"] {
+            tensors.insert(name.to_string(), (vec![1], vec![0]));
+        }
+    });
+    let warning = weights.expect("opened").warning().expect("a warning");
+    assert!(warning.ends_with("`c`, `d`, `e`, `f`, `score.bias` and 1 more"), "{warning}");
 }
 
 #[test]

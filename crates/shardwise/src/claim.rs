@@ -28,6 +28,11 @@ pub(crate) fn claimed(
             }
             // Every rank has found the same difference; one of them says so.
             Some(CommError::Disagreement(message)) if rank != 0 => RunError::Elsewhere { code: 2, message },
+            // Each rank that noticed a loss says so, under its own name.
+            Some(CommError::RankLost { .. }) => match error {
+                RunError::Failed(message) => RunError::Failed(format!("rank {rank}: {message}")),
+                other => other,
+            },
             _ => error,
         }
     })

@@ -1,7 +1,6 @@
 //! The program's commands and their options.
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -91,10 +90,4 @@ impl Cli {
             Command::Bench(Bench::Optimizer(args)) => bench::optimizer::run(&args),
         }
     }
-}
-
-/// Writes a line to standard error in one piece, so that lines of several ranks do not mix.
-pub fn say(line: &str) {
-    // Without a standard error there is no one to tell.
-    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }

@@ -12,6 +12,7 @@ use shardwise_engine::{
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
 
+use crate::bounds;
 use crate::data::DataConfig;
 use crate::error::RunError;
 use crate::suggest::nearest;
@@ -305,22 +306,6 @@ impl Config {
 
     fn check(&self, name: &str) -> Result<(), RunError> {
         let wrong = |message: String| Err(RunError::user(format!("{name}: {message}")));
-        let positive = [
-            ("run.steps", self.run.steps),
-            ("run.ranks", self.run.ranks as u64),
-            ("run.threads_per_rank", self.run.threads_per_rank as u64),
-            ("train.global_batch", self.train.global_batch as u64),
-            ("data.seq_len", self.data.seq_len.unwrap_or(1) as u64),
-        ];
-        if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return wrong(format!("{key} is 0; it must be at least 1"));
-        }
-        if !(self.run.timeout_seconds > 0.0 && self.run.timeout_seconds.is_finite()) {
-            return wrong(format!(
-                "run.timeout_seconds is {}; it must be a positive number",
-                self.run.timeout_seconds
-            ));
-        }
         let train = &self.train;
         let non_negative = [
             ("train.lr", Some(train.lr)),
@@ -360,6 +345,7 @@ impl Config {
                 self.run.ranks, train.global_batch
             ));
         }
+        bounds::check(self).or_else(wrong)?;
         let engine = self.engine();
         engine
             .check()
@@ -591,6 +577,11 @@ fn check_keys(table: &Table, name: &str) -> Result<(), RunError> {
     };
     for (section, value) in table {
         let Value::Table(keys) = value else {
+            if SECTIONS.contains(&section.as_str()) {
+                return Err(RunError::user(format!(
+                    "{name}: `{section}` is {value}; expected a section, [{section}] with its keys on the lines after it"
+                )));
+            }
             return unknown(section.clone(), &SECTIONS.map(String::from));
         };
         let Some(known) = known_keys(section, keys) else {

@@ -5,6 +5,7 @@ use std::fmt::Display;
 use shardwise_burn::ShardError;
 use shardwise_comm::CommError;
 use shardwise_core::{LayoutError, PlanError};
+use shardwise_models::ModelError;
 use thiserror::Error;
 
 /// Why a command failed.
@@ -65,6 +66,12 @@ impl From<CommError> for RunError {
             CommError::Disagreement(_) | CommError::Rendezvous(_) => Self::user(error),
             _ => Self::failed(error),
         }
+    }
+}
+
+impl From<ModelError> for RunError {
+    fn from(error: ModelError) -> Self {
+        Self::failed(error)
     }
 }
 

@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod bounds;
 mod claim;
 pub mod cli;
 pub mod config;
@@ -37,7 +38,9 @@ mod dataset;
 pub mod error;
 mod export;
 pub mod generate;
+mod interrupt;
 pub mod memory;
+pub mod output;
 pub mod plan;
 pub mod report;
 mod suggest;

@@ -1,6 +1,6 @@
 //! What a run tells: a line of metrics a step, progress for the eye, a table of what each rank held and sent.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use shardwise_engine::Ledger;
 
 use crate::error::RunError;
 use crate::memory::PeakProportional;
+use crate::output::say;
 
 /// A line of `metrics.jsonl`. Memory figures are the maximum over ranks, `bytes_sent` is the sum.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -141,14 +142,30 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
+    /// Opens the file, or makes it, and holds it for this run as long as the value lives; what it holds stays until
+    /// [`MetricsFile::start`]. Where the file system knows no locks, another run can hold it too.
+    ///
+    /// # Errors
+    /// When it cannot be written, or another run holds it.
+    pub fn claim(path: &Path) -> Result<Self, RunError> {
+        let name = path.display().to_string();
+        let opened = File::options().write(true).create(true).truncate(false).open(path);
+        let file = opened.map_err(|e| RunError::user(format!("cannot write {name}: {e}")))?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(RunError::user(format!(
+                "another run is writing {name}; wait for its end, or give this run another run.output_dir"
+            )));
+        }
+        Ok(Self { file: BufWriter::new(file), path: name })
+    }
+
     /// Starts the file afresh.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn create(path: &Path) -> Result<Self, RunError> {
-        let name = path.display().to_string();
-        let file = File::create(path).map_err(|e| RunError::user(format!("cannot write {name}: {e}")))?;
-        Ok(Self { file: BufWriter::new(file), path: name })
+    pub fn start(&mut self) -> Result<(), RunError> {
+        let emptied = self.file.get_ref().set_len(0);
+        emptied.map_err(|e| RunError::user(format!("cannot write {}: {e}", self.path)))
     }
 
     /// Adds a line and hands it to the system.
@@ -192,7 +209,7 @@ impl Progress {
     pub fn new(steps: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-            if let Ok(style) = ProgressStyle::with_template("{bar:24} {msg}  {eta} left") {
+            if let Ok(style) = ProgressStyle::with_template("{bar:8} {wide_msg} {eta} left") {
                 bar.set_style(style);
             }
             bar
@@ -221,7 +238,7 @@ impl Progress {
                     metrics.step.is_multiple_of(self.every) || self.last.elapsed() > Duration::from_secs(10);
                 if due || metrics.step == 1 || metrics.step == self.steps {
                     self.last = Instant::now();
-                    eprintln!("{line}");
+                    say(&line);
                 }
             }
         }
@@ -308,6 +325,11 @@ pub fn thousands(n: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+/// A number of things: `1 rank`, `2 ranks`.
+pub fn counted(n: u64, thing: &str) -> String {
+    format!("{} {thing}{}", thousands(n), if n == 1 { "" } else { "s" })
 }
 
 /// The middle of the values (the mean of the two middle ones for an even count); 0 for none.

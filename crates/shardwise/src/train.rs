@@ -1,10 +1,11 @@
 //! `train`: a run from its configuration to the exported model.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use shardwise_burn::{ParamSource, ShardConfig, ShardedModel, StepError, StepOutcome};
+use shardwise_checkpoint::FolderWriter;
 use shardwise_comm::ProcessGroup;
 use shardwise_core::{MemoryPlan, StepSchedule};
 use shardwise_models::{CausalLm, LanguageModel, ModelConfig, Sampler, WeightsFolder};
@@ -14,14 +15,16 @@ use crate::config::Config;
 use crate::data::{TokenDataset, Tokenizer};
 use crate::error::RunError;
 use crate::generate::continue_tokens;
+use crate::interrupt::PutOff;
 use crate::memory::PeakProportional;
-use crate::plan::memory_plan;
+use crate::output::{harmless, print, say};
+use crate::plan::{Outline, memory_plan};
 use crate::report::{
-    MetricsFile, Progress, RankSummary, StepMetrics, Summary, bytes, median, rank_table, thousands,
+    MetricsFile, Progress, RankSummary, StepMetrics, Summary, bytes, counted, median, rank_table, thousands,
     write_whole,
 };
 use crate::world::{on_own_threads, run_ranks};
-use crate::{dataset, export};
+use crate::{bounds, dataset, export};
 
 /// Tokens of the text that a finished run shows, and of the data that it continues.
 const SAMPLE_TOKENS: usize = 200;
@@ -43,19 +46,16 @@ struct Job {
 impl Job {
     /// Looks at everything that needs no data.
     fn prepare(config: &Config) -> Result<Self, RunError> {
-        let (model, warnings) = config.model_config()?;
-        let schedule =
-            StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
-        let seq_len = config.seq_len(&model);
-        if seq_len > model.max_positions() {
-            return Err(RunError::user(format!(
-                "data.seq_len is {seq_len}, but the model has {} positions; lower one or raise the other",
-                model.max_positions()
-            )));
-        }
+        let Outline { model, mut warnings, schedule, seq_len } = Outline::of(config)?;
+        bounds::check_memory(&model, config.train.micro_batch, seq_len)
+            .map_err(|e| RunError::user(format!("{e}; lower train.micro_batch or data.seq_len")))?;
         let weights = match config.init_from()? {
             None => None,
-            Some(folder) => Some(WeightsFolder::open(&folder, &model).map_err(RunError::user)?),
+            Some(folder) => {
+                let weights = WeightsFolder::open(&folder, &model).map_err(RunError::user)?;
+                warnings.extend(weights.warning());
+                Some(weights)
+            }
         };
         let tokenizer = dataset::tokenizer(config)?;
         Ok(Self { config: config.clone(), model, warnings, schedule, seq_len, weights, tokenizer })
@@ -70,14 +70,36 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
     let job = Job::prepare(config)?;
     // Data that is quick to look at is looked at before anything is started, so that a mistake in it is told once.
     if std::env::var_os("RANK").is_none() && dataset::is_quick(config)? {
-        dataset::open(config, &job.model, job.tokenizer.as_ref())?;
+        dataset::open(config, &job.model, job.tokenizer.as_ref(), None)?;
     }
-    let timeout = Duration::from_secs_f64(config.run.timeout_seconds);
-    run_ranks(config.run.ranks, config.run.transport, timeout, |group| {
+    let timeout = bounds::timeout(config.run.timeout_seconds).map_err(RunError::user)?;
+    let ended = run_ranks(config.run.ranks, config.run.transport, timeout, |group| {
         on_own_threads(config.run.threads_per_rank, || {
             claimed(group, |group| Rank::new(group, &job)?.train())
         })?
-    })
+    });
+    if !matches!(ended, Ok(0)) && std::env::var_os("RANK").is_none() {
+        // A rank may have been ended while it wrote. Where this does not succeed, the next run's does.
+        for folder in [MODEL, AVERAGES] {
+            let _ = FolderWriter::remove_leftovers(config.output_dir().join(folder));
+        }
+        let _ = remove(&config.output_dir().join(SUMMARY).with_extension("tmp"));
+    }
+    ended
+}
+
+/// Names in the output folder.
+const METRICS: &str = "metrics.jsonl";
+const SUMMARY: &str = "summary.json";
+const MODEL: &str = "model";
+const AVERAGES: &str = "model-ema";
+
+/// Removes a file, if it is there.
+fn remove(path: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
 }
 
 /// One rank of a run.
@@ -95,7 +117,7 @@ impl<'a> Rank<'a> {
     /// Makes sure that all ranks run the same, and takes this rank's part of the model.
     fn new(group: ProcessGroup, job: &'a Job) -> Result<Self, RunError> {
         let config = &job.config;
-        let data = dataset::open(config, &job.model, job.tokenizer.as_ref())?;
+        let data = dataset::open(config, &job.model, job.tokenizer.as_ref(), Some(&group))?;
         let mut settings = config.settings();
         settings.push(("program version".into(), env!("CARGO_PKG_VERSION").into()));
         settings.push(("model".into(), job.model.to_json()));
@@ -153,15 +175,13 @@ impl<'a> Rank<'a> {
         self.end(&output, &all, seconds, sent)
     }
 
-    /// Says what will run and makes the output folder.
+    /// Says what will run and takes the output folder.
     fn begin(&self, output: &Path) -> Result<Option<MetricsFile>, RunError> {
+        // A rank that has found its part of the weights damaged ends the run before anything is written.
+        self.group.barrier("model")?;
         let file = if self.is_first() {
             self.announce();
-            let wrong = |e: std::io::Error| {
-                RunError::user(format!("cannot make the folder {}: {e}", output.display()))
-            };
-            std::fs::create_dir_all(output).map_err(wrong)?;
-            Some(MetricsFile::create(&output.join("metrics.jsonl"))?)
+            Some(claim_output(output, self.job.config.train.ema_decay.is_some())?)
         } else {
             None
         };
@@ -170,33 +190,37 @@ impl<'a> Rank<'a> {
         Ok(file)
     }
 
+    /// Says what will run.
     fn announce(&self) {
         let config = &self.job.config;
         let parameters: usize = self.model.layouts().iter().map(|l| l.numel()).sum();
         for warning in &self.job.warnings {
-            eprintln!("warning: {warning}");
+            say(&format!("warning: {warning}"));
         }
-        eprintln!(
-            "{}: {} with {} parameters, {} over {} {}",
+        say(&format!(
+            "{}: {} with {} parameters, {} over {}",
             config.run.name,
             self.job.model.family(),
             thousands(parameters as u64),
             config.shard.strategy,
-            config.run.ranks,
-            if config.run.ranks == 1 { "rank" } else { "ranks" }
-        );
-        eprintln!(
-            "data: {}: {} tokens, {} samples of {}",
+            counted(config.run.ranks as u64, "rank")
+        ));
+        say(&format!(
+            "data: {}: {}, {} of {}{}",
             self.data.stream().origin(),
-            thousands(self.data.stream().len()),
-            thousands(self.data.num_windows()),
-            self.job.seq_len
-        );
-        eprintln!(
+            counted(self.data.stream().len(), "token"),
+            counted(self.data.num_windows(), "sample"),
+            self.job.seq_len,
+            match self.data.stream().held_bytes() {
+                0 => String::new(),
+                held => format!(", held once for all ranks in {}", bytes(held)),
+            }
+        ));
+        say(&format!(
             "each rank will hold {} at its peak, beside activations, and send {} a step",
             bytes(self.plan.total()),
             bytes(self.plan.sent_per_step())
-        );
+        ));
     }
 
     fn lr(&self, step: u64) -> f64 {
@@ -248,64 +272,89 @@ impl<'a> Rank<'a> {
 
     /// Writes the model and the summary, and shows what the run has come to.
     fn end(&mut self, output: &Path, all: &[StepMetrics], seconds: f64, sent: u64) -> Result<(), RunError> {
-        let folder = output.join("model");
-        export::write(&mut self.model, &self.job.model, self.job.tokenizer.as_ref(), &folder)?;
-        let averages = self.job.config.train.ema_decay.map(|_| output.join("model-ema"));
-        if let Some(folder) = &averages {
-            let job = self.job;
-            self.model
-                .with_averages(|model| export::write(model, &job.model, job.tokenizer.as_ref(), folder))?;
-        }
-        let sample = self.sample()?;
+        let folder = output.join(MODEL);
+        let averages = self.job.config.train.ema_decay.map(|_| output.join(AVERAGES));
+        // A model that has diverged must not take a good one's place: it computes before it is written.
+        let job = self.job;
+        let write = |model: &mut ShardedModel<LanguageModel>, folder: &Path| {
+            export::write(model, &job.model, job.tokenizer.as_ref(), folder)
+        };
+        let written = self.continue_data().and_then(|tokens| {
+            if let Some(folder) = &averages {
+                self.model.with_averages(|model| write(model, folder))?;
+            }
+            write(&mut self.model, &folder)?;
+            Ok(tokens)
+        });
+        let tokens = written.map_err(|error| match error {
+            RunError::Failed(message) => RunError::Failed(format!(
+                "after the last step: {message} (no model was written; {} is as it was before the run)",
+                folder.display()
+            )),
+            other => other,
+        })?;
         let ranks = self.gather_summaries(sent)?;
         if !self.is_first() {
             return Ok(());
         }
         let summary = self.summary(all, seconds, ranks);
         let text = serde_json::to_string_pretty(&summary).map_err(RunError::failed)?;
-        write_whole(&output.join("summary.json"), text.as_bytes())?;
-        if let Some(sample) = sample {
-            // Control characters could do anything to a terminal.
-            let hostile = |c: char| c.is_control() && c != '\n' && c != '\t';
-            let sample = sample.replace(hostile, "\u{fffd}");
-            println!(
-                "\nA sample from the trained model, continuing {PROMPT_TOKENS} tokens of its data:\n\n{sample}\n"
-            );
-        }
-        println!("{}", rank_table(&summary.ranks_held));
-        println!(
-            "loss {:.4} -> {:.4} in {} steps, {:.0} s, {} tokens/s",
+        write_whole(&output.join(SUMMARY), text.as_bytes())?;
+        let mut text = self.sample(&tokens).unwrap_or_default();
+        text.push_str(&format!(
+            "{}\nloss {:.4} -> {:.4} in {}, {:.0} s, {} tokens/s\n",
+            rank_table(&summary.ranks_held),
             summary.first_loss,
             summary.last_loss,
-            summary.steps,
+            counted(summary.steps, "step"),
             seconds,
             thousands(summary.tokens_per_second.round() as u64)
-        );
-        println!("{}: metrics.jsonl, summary.json", output.display());
-        println!("{}: the model, a Hugging Face folder", folder.display());
+        ));
+        text.push_str(&format!("{}: {METRICS}, {SUMMARY}\n", output.display()));
+        text.push_str(&format!("{}: the model, a Hugging Face folder\n", folder.display()));
         if let Some(folder) = averages {
-            println!("{}: the average of its weights", folder.display());
+            text.push_str(&format!("{}: the average of its weights\n", folder.display()));
         }
-        Ok(())
+        print(&text)
     }
 
-    /// Text from the model, computed by all ranks together; `None` without a tokenizer.
-    fn sample(&mut self) -> Result<Option<String>, RunError> {
-        let Some(tokenizer) = &self.job.tokenizer else { return Ok(None) };
-        let prompt = self.prompt(tokenizer)?;
+    /// Tokens of the data and their continuation by the model, computed by all ranks together: enough for a text to look
+    /// at, or a single one where there is no tokenizer. Empty when the model knows the start of no sample.
+    fn continue_data(&mut self) -> Result<Vec<u32>, RunError> {
+        let prompt = self.prompt()?;
+        if prompt.is_empty() {
+            return Ok(prompt);
+        }
+        let count = if self.job.tokenizer.is_some() { SAMPLE_TOKENS } else { 1 };
         let mut sampler = Sampler::new(0.8, Some(40), self.job.config.run.seed).map_err(RunError::failed)?;
-        let ids = continue_tokens(&mut self.model, &mut sampler, &prompt, SAMPLE_TOKENS, self.job.seq_len)?;
-        tokenizer.decode(&[prompt, ids].concat()).map(Some).map_err(RunError::failed)
+        let ids =
+            continue_tokens(&mut self.model, &mut sampler, &prompt, [count, self.job.seq_len], |_| Ok(()))?;
+        Ok([prompt, ids].concat())
     }
 
-    /// The start of one of the first samples: the one with most letters, so that it is text and not a table of numbers.
-    fn prompt(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, RunError> {
+    /// The text of `tokens` with its heading; `None` without a tokenizer that can tell it.
+    fn sample(&self, tokens: &[u32]) -> Option<String> {
+        let text = self.job.tokenizer.as_ref()?.decode(tokens).ok().filter(|_| !tokens.is_empty())?;
+        // Whatever the model has learnt to write must not drive a terminal, nor be taken for the report.
+        let text = harmless(&text);
+        Some(format!(
+            "\nA sample from the trained model, continuing {PROMPT_TOKENS} tokens of its data:\n\n{text}\n\n"
+        ))
+    }
+
+    /// The start of one of the first samples that has only tokens that the model knows: the one with most letters, so that
+    /// it is text and not a table of numbers.
+    fn prompt(&self) -> Result<Vec<u32>, RunError> {
+        let vocab_size = self.job.model.vocab_size();
         let mut best = (Vec::new(), 0);
         for sample in 0..self.data.num_windows().min(PROMPT_CANDIDATES) {
             let (mut ids, _) = self.data.sample(sample).map_err(RunError::failed)?;
             ids.truncate(PROMPT_TOKENS);
-            let text = tokenizer.decode(&ids).map_err(RunError::failed)?;
-            let letters = 1 + text.chars().filter(|c| c.is_alphabetic()).count();
+            if ids.iter().any(|id| *id as usize >= vocab_size) {
+                continue;
+            }
+            let text = self.job.tokenizer.as_ref().and_then(|tokenizer| tokenizer.decode(&ids).ok());
+            let letters = 1 + text.unwrap_or_default().chars().filter(|c| c.is_alphabetic()).count();
             if letters > best.1 {
                 best = (ids, letters);
             }
@@ -340,6 +389,30 @@ impl<'a> Rank<'a> {
             ranks_held,
         }
     }
+}
+
+/// Makes the output folder and takes it for this run: everything that its end needs is tried now. The metrics of an earlier
+/// run and its summary go; its model stays until there is a new one.
+fn claim_output(output: &Path, with_averages: bool) -> Result<MetricsFile, RunError> {
+    std::fs::create_dir_all(output)
+        .map_err(|e| RunError::user(format!("cannot make the folder {}: {e}", output.display())))?;
+    let _put_off = PutOff::new();
+    let mut metrics = MetricsFile::claim(&output.join(METRICS))?;
+    FolderWriter::check(output.join(MODEL)).map_err(RunError::user)?;
+    if with_averages {
+        FolderWriter::check(output.join(AVERAGES)).map_err(RunError::user)?;
+    }
+    let summary = output.join(SUMMARY);
+    for path in [summary.with_extension("tmp"), summary] {
+        remove(&path).map_err(|e| {
+            RunError::user(format!(
+                "cannot replace {}: {e}; move it away, or choose another run.output_dir",
+                path.display()
+            ))
+        })?;
+    }
+    metrics.start()?;
+    Ok(metrics)
 }
 
 /// Samples `first..first + count` as tensors of `[count, seq_len]`.

@@ -133,6 +133,32 @@ fn links_to_files_are_followed_and_links_to_folders_are_not() {
     assert_eq!(named.files().len(), 2, "a link that the user names is followed");
 }
 
+/// A link that leads nowhere matters only to those who name it, alone or by its folder.
+#[test]
+fn a_pattern_is_not_disturbed_by_links_beside_its_files() {
+    let root = folder(&[("a.txt", b"a"), ("sub/b.txt", b"b")]);
+    symlink("nowhere", root.path().join("broken.bin")).unwrap();
+    symlink("nowhere", root.path().join("sub/broken")).unwrap();
+    for (pattern, files) in [("*.txt", 1), ("**/*.txt", 2), ("s*/*.txt", 1)] {
+        let corpus = Corpus::from_paths(&below(root.path(), &[pattern])).unwrap();
+        assert_eq!(corpus.files().len(), files, "{pattern}");
+    }
+    for paths in [["*.bin"], ["."]] {
+        let error = Corpus::from_paths(&below(root.path(), &paths)).unwrap_err().to_string();
+        assert!(error.contains("broken") && error.contains("could not follow the link"), "{error}");
+    }
+}
+
+#[test]
+fn a_file_counts_once_under_all_its_names() {
+    let root = folder(&[("a.txt", b"a"), ("sub/b.txt", b"b")]);
+    symlink("a.txt", root.path().join("z.txt")).unwrap();
+    let paths =
+        below(root.path(), &["a.txt", "./a.txt", "sub/../a.txt", "z.txt", "*.txt", "sub", "sub/b.txt"]);
+    let corpus = Corpus::from_paths(&paths).unwrap();
+    assert_eq!(corpus.files(), [root.path().join("a.txt"), root.path().join("sub/b.txt")]);
+}
+
 #[test]
 fn errors_say_what_was_searched_and_what_to_do() {
     let root = folder(&[("empty/.hidden", b"x"), ("a.txt", b"a")]);

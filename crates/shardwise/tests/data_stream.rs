@@ -11,6 +11,7 @@ fn token_files(parts: &[&[u32]], width: TokenWidth) -> (TempDir, TokenStream) {
     let folder = tempfile::tempdir().unwrap();
     for (index, part) in parts.iter().enumerate() {
         let bytes: Vec<u8> = match width {
+            TokenWidth::U8 => part.iter().map(|token| *token as u8).collect(),
             TokenWidth::U16 => part.iter().flat_map(|token| (*token as u16).to_le_bytes()).collect(),
             TokenWidth::U32 => part.iter().flat_map(|token| token.to_le_bytes()).collect(),
         };
@@ -48,6 +49,7 @@ fn files_are_little_endian_and_follow_each_other() {
     for (paths, width, expected) in [
         (vec![path("b"), path("a")], TokenWidth::U16, vec![1, 0x102, 0xffff, 0, 7, 0x8000]),
         (vec![path("*")], TokenWidth::U16, vec![7, 0x8000, 1, 0x102, 0xffff, 0]),
+        (vec![path("a"), path("b")], TokenWidth::U8, vec![7, 0, 0, 128, 1, 0, 2, 1, 255, 255, 0, 0]),
         (vec![path("b"), path("a")], TokenWidth::U32, vec![0x0102_0001, 0xffff, 0x8000_0007]),
     ] {
         let stream = TokenStream::from_token_files(&paths, width).unwrap();

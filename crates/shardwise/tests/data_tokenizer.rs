@@ -206,3 +206,23 @@ fn what_is_no_tokenizer_is_refused_by_name() {
     let error = Tokenizer::open(&name).unwrap().encode("to unheard").unwrap_err();
     assert!(matches!(error, DataError::Tokenize { .. }), "{error}");
 }
+
+/// Dropout leaves merges out at random: every rank would see other tokens.
+#[test]
+fn merges_are_never_dropped() {
+    let (_folder, file) = saved(&json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": {
+            "type": "BPE", "dropout": 0.9, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": { "a": 0, "b": 1, "ab": 2, "abab": 3 }, "merges": ["a b", "ab ab"]
+        }
+    }));
+    let tokenizer = Tokenizer::open(&file).unwrap();
+    for _ in 0..20 {
+        assert_eq!(tokenizer.encode("abababab").unwrap(), [3, 3]);
+    }
+    let (name, exported) = tokenizer.companion_files().remove(0);
+    assert_eq!((name.as_str(), exported), ("tokenizer.json", fs::read(&file).unwrap()), "passed on as it is");
+}

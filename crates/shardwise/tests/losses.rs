@@ -95,9 +95,9 @@ fn a_killed_rank_ends_the_run_within_five_seconds() {
         assert_eq!(run.wait_at_most(Duration::from_secs(5)), Some(128 + 9));
         run.assert_gone();
         let text: Vec<String> = run.lines.iter().collect();
-        let reports = text
-            .iter()
-            .filter(|l| l.starts_with("shardwise: ") && l.contains(&format!("rank {victim} was lost")));
+        let reports = text.iter().filter(|l| {
+            l.starts_with("shardwise: rank ") && l.contains(&format!(": rank {victim} was lost"))
+        });
         assert_eq!(reports.count(), 2, "both others report rank {victim}: {text:#?}");
         assert!(
             text.iter().any(|l| l.contains(&format!("rank {victim} was killed by signal 9"))),

@@ -83,6 +83,36 @@ fn mistakes_in_the_configuration() {
         case("a wrong scale", &["train.loss_scale=auto"], &["loss_scale", "dynamic"]),
         case("a scale of zero", &["train.loss_scale=0.0"], &["loss_scale is 0"]),
         case("zero steps", &["run.steps=0"], &["run.steps is 0", "at least 1"]),
+        case(
+            "an endless wait",
+            &["run.timeout_seconds=1e300"],
+            &["run.timeout_seconds is 1", "at most 1000000000"],
+        ),
+        case("no wait", &["run.timeout_seconds=0.0"], &["run.timeout_seconds is 0"]),
+        case(
+            "a batch beyond memory",
+            &["train.global_batch=1000000000000000"],
+            &["train.global_batch", "at most"],
+        ),
+        case(
+            "a batch beyond numbers",
+            &["train.global_batch=9000000000000000000"],
+            &["train.global_batch", "at most"],
+        ),
+        case(
+            "very many threads",
+            &["run.threads_per_rank=30000"],
+            &["run.threads_per_rank is 30000", "at most"],
+        ),
+        case("more ranks than fit a world", &["run.ranks=2000"], &["run.ranks is 2000", "at most 1024"]),
+        case("an epsilon of zero", &["train.eps=0.0"], &["train.eps is 0", "positive"]),
+        case(
+            "a name that drives a terminal",
+            &["run.name=\"a\\u001bb\""],
+            &["run.name is", "a line of text"],
+        ),
+        case("an empty folder", &["run.output_dir=\"\""], &["run.output_dir is empty"]),
+        case("an empty path", &["data.path=\"\""], &["data.path is empty"]),
         case("a negative rate", &["train.lr=-1.0"], &["train.lr is -1"]),
         case("beta of 1", &["train.betas=[0.9, 1.0]"], &["train.betas holds 1"]),
         case(
@@ -242,7 +272,26 @@ fn damaged_weights() {
         with(&weights, &json);
         check(&Case { what, sets: sets(), words }, &config, &output);
     }
+    // The last bytes are those of a tensor: a NaN.
+    let mut damaged = weights.clone();
+    let last = damaged.len() - 4;
+    damaged[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    with(&damaged, &json);
+    check(
+        &Case { what: "NaN in the weights", sets: sets(), words: vec!["holds NaN", "tensor `"] },
+        &config,
+        &output,
+    );
     with(&weights, &json);
+    let text = folder.path().join("a.txt");
+    std::fs::write(&text, "hello ".repeat(2000)).expect("written");
+    let with_text = [format!("data.path={:?}", text.display().to_string()), "data.format=text".into()];
+    let case = Case {
+        what: "text for a model without a tokenizer",
+        sets: [sets(), with_text.to_vec()].concat(),
+        words: vec!["has no tokenizer.json", "data.tokenizer"],
+    };
+    check(&case, &config, &output);
     std::fs::remove_file(model.join("model.safetensors")).expect("removed");
     check(&Case { what: "no weights", sets: sets(), words: vec!["model.safetensors"] }, &config, &output);
 }
@@ -255,6 +304,7 @@ fn a_configuration_that_is_none() {
     for (what, text, words) in [
         ("not TOML", "[run\nname = 1", vec!["c.toml"]),
         ("no model", "[run]\nname = \"x\"", vec!["there is no [model]"]),
+        ("a section that is a value", "model = 3", vec!["`model` is 3", "[model]"]),
         ("an empty model", "[model]", vec!["neither a family", "init_from"]),
         ("an unknown family", "[model]\nfamily = \"bert\"", vec!["\"bert\"", "\"gpt2\" or \"llama\""]),
         (
@@ -267,8 +317,41 @@ fn a_configuration_that_is_none() {
         std::fs::write(&config, text).expect("written");
         check(&Case { what, sets: vec![format!("run.output_dir={output:?}")], words }, &config, &output);
     }
+    // A plan refuses what a run would refuse.
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &output)).expect("written");
+    for (set, words) in
+        [("data.seq_len=99", "99, but the model has 64 positions"), ("run.ranks=2000", "at most 1024")]
+    {
+        let ran = shardwise(["plan".as_ref(), config.as_os_str(), "--set".as_ref(), set.as_ref()]).output();
+        let ran = ran.expect("the program runs");
+        assert_eq!(ran.status.code(), Some(2), "{set}");
+        assert!(stderr(&ran).contains(words), "{}", stderr(&ran));
+    }
     let missing = folder.path().join("missing.toml");
     check(&Case { what: "no file", sets: vec![], words: vec!["missing.toml"] }, &missing, &output);
+}
+
+/// Options that no machine can serve, and prompts that look like options.
+#[test]
+fn options_out_of_their_bounds() {
+    let model = fixture("gpt2-tiny").display().to_string();
+    let cases: [&[&str]; 7] = [
+        &["bench", "comm", "--calls", "0"],
+        &["bench", "comm", "--ranks", "0"],
+        &["bench", "comm", "--mebibytes", "99999999999"],
+        &["bench", "step", "--threads-per-rank", "0"],
+        &["bench", "step", "--batch", "99999999999"],
+        &["bench", "step", "--ranks", "2000"],
+        &["generate", "--model", &model, "--prompt", "x", "--threads", "0"],
+    ];
+    for args in cases {
+        let ran = shardwise(args).output().expect("the program runs");
+        assert_eq!(ran.status.code(), Some(2), "{args:?}: {}", stderr(&ran));
+        assert!(ran.stdout.is_empty() && !stderr(&ran).contains("panicked"), "{args:?}: {}", stderr(&ran));
+    }
+    let ran =
+        shardwise(["generate", "--model", &model, "--prompt", "-x"]).output().expect("the program runs");
+    assert!(stderr(&ran).contains("tokenizer.json"), "the prompt is taken: {}", stderr(&ran));
 }
 
 #[test]

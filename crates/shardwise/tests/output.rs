@@ -159,6 +159,11 @@ fn a_plan_says_what_each_rank_will_hold_and_send() {
         assert!(line.split_whitespace().any(|word| word == bytes), "{purpose} is not {bytes}: {text}");
     }
     assert!(!folder.path().join("out").exists(), "a plan writes nothing");
+    // 200 x 45 bytes.
+    assert!(text.contains("held once for all ranks, beside their own memory: 8.8 KiB."), "{text}");
+    let small = plan(&["run.ranks=1", "model.n_layer=1", "train.global_batch=1"]);
+    assert!(small.contains("in 1 unit and the root, full_shard over 1 rank\n"), "{small}");
+    assert!(small.contains("1 micro-batch of 1 a step, in 1 round\n"), "{small}");
     let large = plan(&["model.n_embd=8192", "model.n_layer=100", "model.n_head=64", "run.ranks=4"]);
     assert!(
         large.contains("80,543,662,080 parameters"),

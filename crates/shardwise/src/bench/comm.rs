@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use shardwise_comm::{HostBuffer, ProcessGroup, SharedBuffer};
 
+use crate::bounds;
 use crate::config::TransportKind;
 use crate::error::RunError;
+use crate::output::print;
 use crate::report::median;
 use crate::world::{on_own_threads, run_ranks};
 
@@ -14,16 +16,16 @@ use crate::world::{on_own_threads, run_ranks};
 #[derive(Debug, Clone, clap::Args)]
 pub struct CommArgs {
     /// Ranks that take part
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = bounds::rank_count)]
     ranks: usize,
     /// How they communicate
     #[arg(long, value_enum, default_value = "shm")]
     transport: TransportKind,
     /// Sizes of the whole (gathered or unreduced) buffer
-    #[arg(long, num_args = 1.., default_values_t = [1, 8, 64])]
+    #[arg(long, num_args = 1.., default_values_t = [1, 8, 64], value_parser = bounds::mebibytes)]
     mebibytes: Vec<usize>,
     /// Timed calls; two more go before them
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = bounds::count)]
     calls: usize,
 }
 
@@ -59,7 +61,7 @@ fn measure(group: &ProcessGroup, args: &CommArgs) -> Result<(), RunError> {
                 gigabytes_per_second: (part * group.size() * size_of::<f32>()) as f64 / seconds / 1e9,
             };
             if group.rank() == 0 {
-                println!("{}", serde_json::to_string(&line).map_err(RunError::failed)?);
+                print(&(serde_json::to_string(&line).map_err(RunError::failed)? + "\n"))?;
             }
         }
     }

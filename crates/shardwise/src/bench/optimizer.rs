@@ -8,17 +8,19 @@ use shardwise_comm::HostBuffer;
 use shardwise_engine::OptimizerConfig;
 use shardwise_engine::optimizer::Update;
 
+use crate::bounds;
 use crate::error::RunError;
+use crate::output::print;
 use crate::report::median;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct OptimizerArgs {
     /// Sizes of the parameters
-    #[arg(long, num_args = 1.., default_values_t = [64])]
+    #[arg(long, num_args = 1.., default_values_t = [64], value_parser = bounds::mebibytes)]
     mebibytes: Vec<usize>,
     /// Timed calls; two more go before them
-    #[arg(long, default_value_t = 15)]
+    #[arg(long, default_value_t = 15, value_parser = bounds::count)]
     calls: usize,
 }
 
@@ -37,12 +39,9 @@ struct Line {
 /// # Errors
 /// When memory cannot be had.
 pub fn run(args: &OptimizerArgs) -> Result<i32, RunError> {
-    if args.calls == 0 || args.mebibytes.contains(&0) {
-        return Err(RunError::user("bench optimizer needs at least 1 MiB and 1 call"));
-    }
     for &mebibytes in &args.mebibytes {
         for line in measure(mebibytes, args.calls)? {
-            println!("{}", serde_json::to_string(&line).map_err(RunError::failed)?);
+            print(&(serde_json::to_string(&line).map_err(RunError::failed)? + "\n"))?;
         }
     }
     Ok(0)

@@ -11,9 +11,11 @@ use shardwise_core::seed::SplitMix64;
 use shardwise_engine::{DecayRule, EngineConfig, OptimizerConfig};
 use shardwise_models::{CausalLm, Gpt2Config, LanguageModel, ModelConfig};
 
+use crate::bounds;
 use crate::config::{Config, TransportKind};
 use crate::error::RunError;
 use crate::memory;
+use crate::output::print;
 use crate::report::median;
 use crate::world::{on_own_threads, run_ranks};
 
@@ -24,10 +26,10 @@ pub struct StepArgs {
     #[arg(long, value_enum, default_value = "full_shard")]
     strategy: BenchStrategy,
     /// Ranks that run at once
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = bounds::rank_count)]
     ranks: usize,
     /// Sequences that each rank computes in a step
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = bounds::count)]
     batch: usize,
     /// Steps; the first two are not timed
     #[arg(long, default_value_t = 16)]
@@ -39,7 +41,7 @@ pub struct StepArgs {
     #[arg(long)]
     config: Option<std::path::PathBuf>,
     /// Threads that each rank computes with
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = bounds::thread_count)]
     threads_per_rank: usize,
 }
 
@@ -119,9 +121,11 @@ pub fn run(args: &StepArgs) -> Result<i32, RunError> {
             (model, seq_len)
         }
     };
-    if args.steps < 3 || args.batch == 0 || args.ranks == 0 {
-        return Err(RunError::user("bench step needs at least 3 steps, a batch of 1 and 1 rank"));
+    if args.steps < 3 {
+        return Err(RunError::user("bench step needs at least 3 steps"));
     }
+    bounds::check_memory(&model, args.batch, seq_len)
+        .map_err(|e| RunError::user(format!("{e}; lower --batch")))?;
     run_ranks(args.ranks, TransportKind::Shm, Duration::from_secs(300), |group| {
         on_own_threads(args.threads_per_rank, || measure(&group, args, &model, seq_len))?
     })
@@ -189,7 +193,7 @@ fn measure(
                 * config.num_layers()
                 * size_of::<f32>()) as u64,
         };
-        println!("{}", serde_json::to_string(&line).map_err(RunError::failed)?);
+        print(&(serde_json::to_string(&line).map_err(RunError::failed)? + "\n"))?;
     }
     world.barrier("end")?;
     Ok(())

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::cargo_sources::CargoSources;
-use super::error::Result;
+use super::error::{DataError, Result};
 use super::files::resolve;
 use super::text::for_each_piece;
 
@@ -63,7 +63,15 @@ impl Corpus {
     ///
     /// # Errors
     /// A file that cannot be read or is not UTF-8 (with the offset), or whatever `take` returns.
-    pub fn for_each_piece(&self, mut take: impl FnMut(&str) -> Result<()>) -> Result<()> {
+    pub fn for_each_piece(&self, take: impl FnMut(&str) -> Result<()>) -> Result<()> {
+        self.try_for_each_piece(take)
+    }
+
+    /// As [`Corpus::for_each_piece`], for errors of any kind.
+    pub(crate) fn try_for_each_piece<E: From<DataError>>(
+        &self,
+        mut take: impl FnMut(&str) -> Result<(), E>,
+    ) -> Result<(), E> {
         if let Some((last, others)) = self.files.split_last() {
             for file in others {
                 for_each_piece(file, SEPARATOR, &mut take)?;

@@ -9,6 +9,24 @@ use super::permutation::Permutation;
 use super::stream::{Fingerprint, TokenStream};
 use super::tokenizer::Tokenizer;
 
+/// What a configuration names: text, which is still to be made into tokens, or tokens.
+#[derive(Debug)]
+pub(crate) enum Source {
+    Text(Corpus),
+    Tokens(TokenStream),
+}
+
+impl Source {
+    pub(crate) fn of(config: &DataConfig) -> Result<Self> {
+        Ok(match (config.format.token_width(), config.path.as_slice()) {
+            (None, []) => Self::Text(Corpus::default_text()?),
+            (None, paths) => Self::Text(Corpus::from_paths(paths)?),
+            (Some(_), []) => return Err(DataError::NoTokenFiles { format: config.format }),
+            (Some(width), paths) => Self::Tokens(TokenStream::from_token_files(paths, width)?),
+        })
+    }
+}
+
 /// A token stream cut into windows of `seq_len` tokens, visited in the order of its sampler.
 ///
 /// Window `w` starts at token `w * seq_len`; its targets are the tokens one further on. Reading needs no `mut`
@@ -29,11 +47,9 @@ impl TokenDataset {
     /// # Errors
     /// Data that is missing, unreadable, or shorter than one sample.
     pub fn open(config: &DataConfig, seq_len: usize, tokenizer: &Tokenizer, seed: u64) -> Result<Self> {
-        let stream = match (config.format.token_width(), config.path.as_slice()) {
-            (None, []) => TokenStream::from_text(&Corpus::default_text()?, tokenizer)?,
-            (None, paths) => TokenStream::from_text(&Corpus::from_paths(paths)?, tokenizer)?,
-            (Some(_), []) => return Err(DataError::NoTokenFiles { format: config.format }),
-            (Some(width), paths) => TokenStream::from_token_files(paths, width)?,
+        let stream = match Source::of(config)? {
+            Source::Text(corpus) => TokenStream::from_text(&corpus, tokenizer)?,
+            Source::Tokens(stream) => stream,
         };
         Self::new(stream, seq_len, config.sampler, seed)
     }

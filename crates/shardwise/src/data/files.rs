@@ -30,7 +30,8 @@ pub(crate) fn resolve(paths: &[String]) -> Result<Vec<PathBuf>> {
         files.append(&mut found);
     }
     let mut seen = HashSet::new();
-    files.retain(|file| seen.insert(file.clone()));
+    // A file has many names: `a.txt`, `./a.txt`, a link to it.
+    files.retain(|file| seen.insert(fs::canonicalize(file).unwrap_or_else(|_| file.clone())));
     if files.is_empty() {
         return Err(DataError::NoFiles { searched: paths.to_vec() });
     }
@@ -39,6 +40,11 @@ pub(crate) fn resolve(paths: &[String]) -> Result<Vec<PathBuf>> {
 
 /// Every visible entry of `folder`, with what it is; links to folders are left out.
 pub(crate) fn entries(folder: &Path) -> Result<Vec<Entry>> {
+    entries_with_links(folder, |_| true)
+}
+
+/// As [`entries`], without the links that `is_wanted` refuses: nobody looks where those lead.
+fn entries_with_links(folder: &Path, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<Entry>> {
     let listed = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     let mut entries = Vec::new();
     for entry in fs::read_dir(listed).map_err(DataError::io(listed, "list the folder"))? {
@@ -49,6 +55,9 @@ pub(crate) fn entries(folder: &Path) -> Result<Vec<Entry>> {
         }
         let path = folder.join(name);
         let kind = entry.file_type().map_err(DataError::io(&path, "find out what it is"))?;
+        if kind.is_symlink() && !is_wanted(&path) {
+            continue;
+        }
         let is_file = if kind.is_symlink() {
             fs::metadata(&path).map_err(DataError::io(&path, "follow the link"))?.is_file()
         } else {
@@ -107,8 +116,9 @@ fn search_pattern(pattern: &str, found: &mut Vec<PathBuf>) -> Result<()> {
 
 /// Collects what matches in `folder`, and in its folders down to `levels`.
 fn search(folder: &Path, pattern: &Pattern, levels: usize, found: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in entries(folder)? {
-        if pattern.matches_path_with(&entry.path, OPTIONS) {
+    let matches = |path: &Path| pattern.matches_path_with(path, OPTIONS);
+    for entry in entries_with_links(folder, matches)? {
+        if matches(&entry.path) {
             collect(&entry.path, found)?;
         } else if !entry.is_file && levels > 1 {
             search(&entry.path, pattern, levels - 1, found)?;

@@ -38,6 +38,7 @@ pub mod tokenizer;
 pub use cargo_sources::CargoSources;
 pub use config::{DataConfig, Format, SamplerKind};
 pub use corpus::Corpus;
+pub(crate) use dataset::Source;
 pub use dataset::TokenDataset;
 pub use error::DataError;
 pub use permutation::Permutation;

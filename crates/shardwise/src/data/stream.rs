@@ -1,7 +1,9 @@
 //! All tokens of a run as one sequence: in memory when made from text, in files when they are tokens already.
 
 use std::fmt;
+use std::fs::File;
 use std::ops::Range;
+use std::path::PathBuf;
 
 use shardwise_core::seed::SplitMix64;
 
@@ -24,13 +26,14 @@ pub struct TokenStream {
 }
 
 enum Storage {
-    U16(Vec<u16>),
-    U32(Vec<u32>),
+    Held(TokenWidth, Vec<u8>),
+    /// Made from text, in a file without a name.
+    Shared(TokenFiles),
     Files(TokenFiles),
 }
 
 impl TokenStream {
-    /// Tokenizes a text; the tokens stay in memory, with two bytes each when the vocabulary allows it.
+    /// Tokenizes a text; the tokens stay in memory, in as few bytes each as the vocabulary allows.
     ///
     /// A `tokenizer.json` is given the text file by file, and large files in pieces of a few hundred
     /// kilobytes, cut between lines. So memory is bounded, and special tokens are never added.
@@ -38,30 +41,64 @@ impl TokenStream {
     /// # Errors
     /// A file that cannot be read, is not UTF-8, or that the tokenizer has no tokens for.
     pub fn from_text(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
-        let storage = if tokenizer.is_bytes() {
-            let mut tokens = Vec::new();
-            corpus.for_each_piece(|piece| {
-                tokens.extend(piece.bytes().map(u16::from));
-                Ok(())
-            })?;
-            Storage::U16(tokens)
-        } else if tokenizer.vocab_size() <= 1 << 16 {
-            let mut tokens = Vec::new();
-            corpus.for_each_piece(|piece| {
-                // The vocabulary says that no id is cut.
-                tokens.extend(tokenizer.encode(piece)?.into_iter().map(|id| id as u16));
-                Ok(())
-            })?;
-            Storage::U16(tokens)
-        } else {
-            let mut tokens = Vec::new();
-            corpus.for_each_piece(|piece| {
-                tokens.append(&mut tokenizer.encode(piece)?);
-                Ok(())
-            })?;
-            Storage::U32(tokens)
-        };
-        Ok(Self { storage, origin: corpus.origin().to_owned() })
+        let mut held = Vec::new();
+        let width = Self::encode(corpus, tokenizer, |bytes| {
+            held.extend_from_slice(bytes);
+            Ok::<_, DataError>(())
+        })?;
+        Ok(Self { storage: Storage::Held(width, held), origin: corpus.origin().to_owned() })
+    }
+
+    /// Tokenizes a text piece by piece: gives `take` the little-endian bytes of each piece's tokens, in order, and returns
+    /// how wide they are.
+    pub(crate) fn encode<E: From<DataError>>(
+        corpus: &Corpus,
+        tokenizer: &Tokenizer,
+        mut take: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<TokenWidth, E> {
+        let width = Self::width_of(tokenizer);
+        let mut bytes = Vec::new();
+        corpus.try_for_each_piece(|piece| {
+            // The vocabulary says that no id is cut.
+            bytes.clear();
+            match width {
+                TokenWidth::U8 => return take(piece.as_bytes()),
+                TokenWidth::U16 => {
+                    bytes.extend(
+                        tokenizer.encode(piece)?.into_iter().flat_map(|id| (id as u16).to_le_bytes()),
+                    );
+                }
+                TokenWidth::U32 => {
+                    bytes.extend(tokenizer.encode(piece)?.into_iter().flat_map(u32::to_le_bytes));
+                }
+            }
+            take(&bytes)
+        })?;
+        Ok(width)
+    }
+
+    /// How wide a tokenizer's tokens are.
+    pub(crate) fn width_of(tokenizer: &Tokenizer) -> TokenWidth {
+        match tokenizer.vocab_size() {
+            _ if tokenizer.is_bytes() => TokenWidth::U8,
+            size if size <= 1 << 16 => TokenWidth::U16,
+            _ => TokenWidth::U32,
+        }
+    }
+
+    /// The tokens that [`TokenStream::encode`] has given, `tokens` of them, in `file`; made from what `origin` says.
+    pub(crate) fn shared(file: File, tokens: u64, width: TokenWidth, origin: String) -> Self {
+        let files = TokenFiles::over(file, PathBuf::from(&origin), tokens, width);
+        Self { storage: Storage::Shared(files), origin }
+    }
+
+    /// Bytes of memory that the tokens take; 0 for token files.
+    pub fn held_bytes(&self) -> u64 {
+        match &self.storage {
+            Storage::Held(_, bytes) => bytes.len() as u64,
+            Storage::Shared(files) => files.bytes(),
+            Storage::Files(_) => 0,
+        }
     }
 
     /// Opens token files as one stream, in order: files, folders and patterns, as [`Corpus::from_paths`]
@@ -77,9 +114,8 @@ impl TokenStream {
     /// How many tokens there are.
     pub fn len(&self) -> u64 {
         match &self.storage {
-            Storage::U16(tokens) => tokens.len() as u64,
-            Storage::U32(tokens) => tokens.len() as u64,
-            Storage::Files(files) => files.len(),
+            Storage::Held(width, bytes) => bytes.len() as u64 / width.bytes(),
+            Storage::Shared(files) | Storage::Files(files) => files.len(),
         }
     }
 
@@ -104,13 +140,16 @@ impl TokenStream {
         let end = start + into.len() as u64;
         assert!(end <= self.len(), "tokens {start}..{end} of a stream of {}", self.len());
         match &self.storage {
-            Storage::U16(tokens) => {
-                for (wide, narrow) in into.iter_mut().zip(&tokens[start as usize..]) {
-                    *wide = u32::from(*narrow);
+            Storage::Held(width, bytes) => {
+                let width = width.bytes() as usize;
+                let tokens = bytes[start as usize * width..end as usize * width].chunks_exact(width);
+                for (id, bytes) in into.iter_mut().zip(tokens) {
+                    let mut wide = [0; 4];
+                    wide[..width].copy_from_slice(bytes);
+                    *id = u32::from_le_bytes(wide);
                 }
             }
-            Storage::U32(tokens) => into.copy_from_slice(&tokens[start as usize..end as usize]),
-            Storage::Files(files) => files.read(start, into)?,
+            Storage::Shared(files) | Storage::Files(files) => files.read(start, into)?,
         }
         Ok(())
     }
@@ -161,7 +200,7 @@ impl TokenStream {
     fn locate(&self, position: u64) -> (String, u64) {
         let in_file = match &self.storage {
             Storage::Files(files) => files.locate(position),
-            Storage::U16(_) | Storage::U32(_) => None,
+            Storage::Held(..) | Storage::Shared(_) => None,
         };
         in_file.unwrap_or_else(|| (self.origin.clone(), position))
     }

@@ -15,11 +15,11 @@ const BLOCK: usize = 256 << 10;
 ///
 /// # Errors
 /// [`DataError::NotUtf8`] with the offset of the first invalid sequence; pieces before it were given already.
-pub(crate) fn for_each_piece(
+pub(crate) fn for_each_piece<E: From<DataError>>(
     path: &Path,
     ending: &str,
-    mut take: impl FnMut(&str) -> Result<()>,
-) -> Result<()> {
+    mut take: impl FnMut(&str) -> Result<(), E>,
+) -> Result<(), E> {
     let mut file = File::open(path).map_err(DataError::io(path, "open it"))?;
     let mut held = Vec::new();
     let mut given: u64 = 0;

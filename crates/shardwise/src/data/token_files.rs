@@ -1,4 +1,5 @@
-//! Token files as one sequence, read by position: only what a sample needs.
+//! Token files as one sequence, read by position: only what a sample needs. (One may have no name: text that was made into
+//! tokens once, for all ranks.)
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,6 +10,8 @@ use super::error::{DataError, Result};
 /// How the ids of token files are stored: little-endian, without a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenWidth {
+    /// 8 bits each: text as bytes.
+    U8,
     /// 16 bits each.
     U16,
     /// 32 bits each.
@@ -19,6 +22,7 @@ impl TokenWidth {
     /// The bytes of one token.
     pub fn bytes(self) -> u64 {
         match self {
+            Self::U8 => 1,
             Self::U16 => 2,
             Self::U32 => 4,
         }
@@ -57,6 +61,16 @@ impl TokenFiles {
         Ok(Self { width, parts })
     }
 
+    /// One file that is open already, with `tokens` tokens; errors call it `name`.
+    pub(crate) fn over(file: File, name: PathBuf, tokens: u64, width: TokenWidth) -> Self {
+        Self { width, parts: vec![Part { path: name, file, start: 0, end: tokens }] }
+    }
+
+    /// The bytes of all files together.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.len() * self.width.bytes()
+    }
+
     /// The tokens of all files together.
     pub(crate) fn len(&self) -> u64 {
         self.parts.last().map_or(0, |part| part.end)
@@ -87,6 +101,13 @@ impl TokenFiles {
 impl Part {
     fn read(&self, width: TokenWidth, first: u64, into: &mut [u32]) -> Result<()> {
         match width {
+            TokenWidth::U8 => {
+                let mut narrow = vec![0u8; into.len()];
+                self.read_bytes(&mut narrow, first)?;
+                for (wide, narrow) in into.iter_mut().zip(narrow) {
+                    *wide = u32::from(narrow);
+                }
+            }
             TokenWidth::U16 => {
                 let mut narrow = vec![0u16; into.len()];
                 self.read_bytes(bytemuck::cast_slice_mut(&mut narrow), first * 2)?;

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
+use tokenizers::ModelWrapper;
 
 use super::error::{DataError, Result};
 
@@ -37,7 +38,8 @@ impl Tokenizer {
     }
 
     /// The tokenizer that `name` stands for: [`BYTES`], or the path of a `tokenizer.json`. Truncation and
-    /// padding that the file asks for are turned off, since they would cut the text.
+    /// padding that the file asks for are turned off, since they would cut the text, and so is the dropout of
+    /// merges, since every rank and every run must see the same tokens.
     ///
     /// # Errors
     /// A file that cannot be read or is no tokenizer.
@@ -54,6 +56,13 @@ impl Tokenizer {
         let mut model = tokenizers::Tokenizer::from_bytes(&bytes).map_err(refuse)?;
         model.with_truncation(None).map_err(refuse)?;
         model.with_padding(None);
+        if let ModelWrapper::BPE(bpe) = model.get_model()
+            && bpe.dropout.is_some()
+        {
+            let mut always = bpe.clone();
+            always.dropout = None;
+            model.with_model(always);
+        }
         // Ids may have gaps, and a model needs an embedding up to the last.
         let vocab_size = model.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1);
         if vocab_size == 0 {
