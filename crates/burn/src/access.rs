@@ -100,7 +100,21 @@ struct Held {
     gradient: Option<Vec<f32>>,
 }
 
-/// A scope in which parameters can be read whole.
+/// A scope in which parameters can be read whole. Changing one does not compile:
+///
+/// ```compile_fail,E0594
+/// fn edit<M: burn::module::Module>(scope: &mut shardwise_burn::Gathered<'_, M>) {
+///     scope.values("head.weight").expect("gathered")[0] = 1.0;
+/// }
+/// ```
+///
+/// In a scope for writing ([`ShardedModel::gather_mut`]) it does:
+///
+/// ```
+/// fn edit<M: burn::module::Module>(scope: &mut shardwise_burn::GatheredMut<'_, M>) {
+///     scope.values_mut("head.weight").expect("gathered")[0] = 1.0;
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Gathered<'a, M: Module> {
     model: &'a ShardedModel<M>,

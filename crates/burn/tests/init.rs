@@ -142,15 +142,20 @@ fn left_alone(path: &str) -> bool {
     ["scale", "steps", "mask"].contains(&path)
 }
 
-/// Reference facts 42 and 45: rank 0's values reach all, those of parameters that are not trained or not sharded too.
+/// Reference facts 42 and 45, N4: rank 0's values reach all, those of parameters that are not trained or not sharded too, and
+/// the groups of a hybrid layout.
 #[test]
 fn rank_0s_values_reach_all_when_synced() {
-    for strategy in STRATEGIES {
-        for ranks in 1..=4 {
+    let hybrid = (ShardingStrategy::HybridShard, Some(2), 4);
+    let plain = STRATEGIES.into_iter().flat_map(|strategy| (1..=4).map(move |ranks| (strategy, None, ranks)));
+    for (strategy, shard_group, ranks) in plain.chain([hybrid]) {
+        {
+            let mut config = config(strategy);
+            config.engine.shard_group = shard_group;
             world(ranks, |group| {
                 let device = Device::flex().autodiff();
                 let module = Mixed::of_rank(group.rank(), &device);
-                let init = Init::new(config(strategy))
+                let init = Init::new(config)
                     .ignore(Ignored::Local, left_alone)
                     .initial_values(InitialValues::Synced);
                 let mut model = init.shard(group, module, &()).expect("sharded");

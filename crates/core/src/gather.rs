@@ -101,7 +101,12 @@ impl GatherPolicy {
     /// The most units that are gathered at a time when units of these sizes compute one after another, forward and
     /// backward, in `rounds` rounds, each freed after each use unless the policy keeps it.
     pub fn slots(&self, sizes: &[usize], rounds: usize) -> usize {
-        let mut walk = Walk { policy: self, sizes, here: vec![false; sizes.len()], most: 0 };
+        self.slots_of(sizes, &vec![true; sizes.len()], rounds)
+    }
+
+    /// As [`GatherPolicy::slots`], counting only some of the units: those that have flat parameters of some kind.
+    pub fn slots_of(&self, sizes: &[usize], counted: &[bool], rounds: usize) -> usize {
+        let mut walk = Walk { policy: self, sizes, counted, here: vec![false; sizes.len()], most: 0 };
         for round in 0..rounds.min(2) {
             walk.forward();
             walk.backward(round + 1 < rounds);
@@ -114,6 +119,7 @@ impl GatherPolicy {
 struct Walk<'a> {
     policy: &'a GatherPolicy,
     sizes: &'a [usize],
+    counted: &'a [bool],
     here: Vec<bool>,
     most: usize,
 }
@@ -125,7 +131,8 @@ impl Walk<'_> {
 
     fn gather(&mut self, unit: usize) {
         self.here[unit] = true;
-        self.most = self.most.max(self.here.iter().filter(|here| **here).count());
+        let counted = self.here.iter().zip(self.counted).filter(|(here, counted)| **here && **counted);
+        self.most = self.most.max(counted.count());
     }
 
     fn ahead(&mut self, next: impl Iterator<Item = usize> + Clone) {

@@ -297,9 +297,7 @@ impl Sizes {
             Purpose::GradientShards => sum(TRAINED, &self.shards) * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => gathered(&self.root),
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
-                let sizes: Vec<usize> =
-                    input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
-                gathered(&self.largest) * input.gather.slots(&sizes, input.schedule.rounds()) as u64
+                (0..KINDS).filter(|kind| input.gathers(*kind)).map(|kind| self.slots(kind, input)).sum()
             }
             Purpose::GatheredUnits => gathered(&self.units),
             Purpose::RootGradient => sum(TRAINED, &self.root),
@@ -315,6 +313,13 @@ impl Sizes {
                 u64::from(across) * largest[0].max(largest[1]) / input.shard_group as u64
             }
         }
+    }
+
+    /// Elements of the buffers that units share for flat parameters of one kind.
+    fn slots(&self, kind: usize, input: &PlanInput) -> u64 {
+        let sizes: Vec<usize> = input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
+        let has: Vec<bool> = input.units.iter().map(|unit| unit.parts()[kind] > 0).collect();
+        self.largest[kind] * input.gather.slots_of(&sizes, &has, input.schedule.rounds()) as u64
     }
 
     fn sent_bytes(&self, input: &PlanInput) -> u64 {

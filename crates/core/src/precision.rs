@@ -103,3 +103,23 @@ pub fn pre_divisor(micro_batches: usize) -> usize {
     }
     divisor
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fact L7: a power of two that divides the number, about its root.
+    #[test]
+    fn the_pre_divisor_is_about_the_root_and_divides() {
+        for (micro_batches, divisor) in
+            [(1, 1), (2, 1), (3, 1), (4, 2), (8, 2), (12, 2), (16, 4), (64, 8), (100, 4)]
+        {
+            assert_eq!(pre_divisor(micro_batches), divisor, "{micro_batches}");
+        }
+        for micro_batches in 1..2000 {
+            let divisor = pre_divisor(micro_batches);
+            assert!(divisor.is_power_of_two() && micro_batches % divisor == 0);
+            assert!(divisor * divisor <= micro_batches);
+        }
+    }
+}

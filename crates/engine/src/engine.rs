@@ -376,7 +376,13 @@ impl Engine {
 
     /// Ends the backward of one call of `unit`; after the last, lends its full gradient and frees its parameters.
     pub fn leave_backward(&mut self, unit: UnitId) {
-        let calls = self.units[unit].calls.saturating_sub(1);
+        let Some(calls) = self.units[unit].calls.checked_sub(1) else {
+            // None is due: the unit has had its last, or no forward at all.
+            if self.release_use(unit) {
+                self.reshard(unit);
+            }
+            return;
+        };
         self.units[unit].calls = calls;
         let last = calls == 0;
         if last {

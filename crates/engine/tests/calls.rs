@@ -8,7 +8,7 @@ use common::{
 };
 use shardwise_comm::threads;
 use shardwise_core::{RoundAssignment, ShardingStrategy};
-use shardwise_engine::{EngineError, ParamStatus, UnitId};
+use shardwise_engine::{EngineError, EventKind, ParamStatus, UnitId};
 
 /// A call that does not fit the state is an error that names the unit, the state and the call.
 #[test]
@@ -293,4 +293,37 @@ fn parameters_without_gradient_are_listed_by_rank() {
     };
     // In the last step rank 0 used unit 1, and rank 1 unit 0.
     assert_eq!(lists, vec![vec![without(0, 1), without(1, 0)]; 2]);
+}
+
+/// Reference test 23: the end of a backward that is not due, because the unit has had its last or was not used at all, changes
+/// nothing.
+#[test]
+fn a_backward_that_is_not_due_changes_nothing() {
+    let train = |extra: bool| {
+        threads::run(2, DEADLINE, |group| {
+            let rank = group.rank();
+            let mut engine = Toy::new(3).engine(group, config(ShardingStrategy::FullShard, ADAMW));
+            let unit = UnitId::unit(1);
+            engine.log_events(true);
+            engine.begin_step(6).expect("idle");
+            for micro_batch in [rank, rank + 2, rank + 4] {
+                engine.begin_round().expect("a round");
+                engine.enter_forward(unit);
+                engine.leave_forward(unit);
+                engine.enter_backward(unit);
+                write_gradients(&mut engine, unit, micro_batch);
+                engine.leave_backward(unit);
+                if extra {
+                    engine.leave_backward(unit);
+                    engine.leave_backward(UnitId::unit(2));
+                }
+                engine.end_round().expect("a round");
+            }
+            let report = engine.end_step(0.1).expect("a step");
+            let reduced = engine.take_events().iter().filter(|e| e.kind == EventKind::Reduced).count();
+            (report, reduced, full_params(&mut engine))
+        })
+        .expect("a world")
+    };
+    assert_eq!(train(true), train(false));
 }

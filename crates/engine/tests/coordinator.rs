@@ -3,6 +3,7 @@
 mod common;
 
 use common::{ADAMW, DEADLINE, Toy, compute_round, compute_step, config, full_params, train};
+use shardwise_comm::testing::counting;
 use shardwise_comm::threads;
 use shardwise_core::{
     BackwardPrefetch, GatherPolicy, MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize,
@@ -259,4 +260,34 @@ fn the_policy_changes_between_steps() {
     for params in results.expect("a world") {
         assert_eq!(params, want[0].0);
     }
+}
+
+/// P1 and P2: a prefetched unit is in flight until it computes, then available; asking for one that is available asks the
+/// peers for nothing.
+#[test]
+fn a_gather_is_in_flight_until_its_unit_computes() {
+    let run = |group| {
+        let (group, counter) = counting(&group);
+        let mut engine = Toy::new(3).engine(group, base());
+        let status = |engine: &Engine| [0, 1, 2].map(|i| engine.parts(UnitId::unit(i))[0].status());
+        use ParamStatus::{Available, InFlight, NotAvailable};
+        assert_eq!(status(&engine), [NotAvailable; 3]);
+        engine.begin_step(RANKS).expect("idle");
+        engine.begin_round().expect("a round");
+        assert_eq!(status(&engine), [InFlight, NotAvailable, NotAvailable]);
+        engine.enter_forward(UnitId::unit(0));
+        assert_eq!(status(&engine), [Available, InFlight, NotAvailable]);
+        assert!(engine.parts(UnitId::unit(0))[0].summary().contains("Available"));
+        let reads = |counter: &shardwise_comm::testing::Counter| -> usize {
+            counter.take().values().map(|count| count.reads).sum()
+        };
+        reads(&counter);
+        engine.enter_forward(UnitId::unit(0));
+        assert_eq!(reads(&counter), 0, "it was available");
+        engine.leave_forward(UnitId::unit(0));
+        assert_eq!(status(&engine)[0], Available, "the outer call still computes");
+        engine.leave_forward(UnitId::unit(0));
+        assert_eq!(status(&engine)[0], NotAvailable);
+    };
+    threads::run(RANKS, DEADLINE, run).expect("a world");
 }

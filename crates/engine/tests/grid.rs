@@ -3,7 +3,8 @@
 
 mod common;
 
-use common::{ADAMW, Reference, Toy, config, train};
+use common::{ADAMW, DEADLINE, Reference, STRATEGIES, Toy, compute_step, config, full_params, train};
+use shardwise_comm::threads;
 use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
 use shardwise_engine::{Accumulation, DynamicScale, EngineConfig, LossScale, Norm};
 
@@ -106,6 +107,30 @@ fn mixed_units_and_narrow_wires() {
                     check(&toy, world, rounds, &base);
                 }
             }
+        }
+    }
+}
+
+/// I7: an engine over a part of the world trains as one over a world of that size; the other ranks hold nothing of it.
+#[test]
+fn a_group_of_ranks_is_a_world_of_its_own() {
+    let toy = Toy::new(2);
+    for strategy in STRATEGIES {
+        let config = config(strategy, ADAMW);
+        let want = train(&toy, 2, 6, config, STEPS);
+        let results = threads::run(5, DEADLINE, |world| {
+            // Ranks 1 and 3, 0 and 4 train; rank 2 is in no engine.
+            let color = [0, 1, 2, 1, 0][world.rank()];
+            let group = world.split(color, 0).expect("a group");
+            (color != 2).then(|| {
+                let mut engine = toy.engine(group, config);
+                let reports: Vec<_> =
+                    (0..STEPS).map(|_| compute_step(&mut engine, 6, 0.05).expect("a step")).collect();
+                (full_params(&mut engine), reports)
+            })
+        });
+        for (rank, result) in results.expect("a world").into_iter().enumerate() {
+            assert_eq!(result, (rank != 2).then(|| want[0].clone()), "{strategy}, rank {rank}");
         }
     }
 }

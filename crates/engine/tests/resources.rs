@@ -217,3 +217,35 @@ fn backward_prefetches_one_unit_ahead() {
     ];
     assert_eq!(got, want);
 }
+
+/// Reported bug E3: units that are frozen are freed in backward like the others, and cost no gradient.
+#[test]
+fn frozen_units_are_freed_in_backward() {
+    let mut toy = Toy { frozen: vec![vec![5, 2], vec![3]], ..Toy::new(5) };
+    (1..4).for_each(|unit| toy.units[unit].clear());
+    for strategy in STRATEGIES {
+        check_plan(&toy, 2, 4, config(strategy, ADAMW));
+    }
+    let run = |group| {
+        let mut engine = toy.engine(group, config(ShardingStrategy::FullShard, ADAMW));
+        compute_step(&mut engine, 4, 0.1).expect("a step");
+        engine.log_events(true);
+        compute_step(&mut engine, 4, 0.1).expect("a step");
+        engine.take_events()
+    };
+    let log = threads::run(2, DEADLINE, run).expect("a world").remove(0);
+    for unit in (1..4).map(UnitId::unit) {
+        let of = |kind| log.iter().filter(|e| e.unit == unit && e.kind == kind).count();
+        assert_eq!(
+            (of(EventKind::GatherStarted), of(EventKind::Released)),
+            (4, 4),
+            "twice in each of two rounds"
+        );
+        assert_eq!(of(EventKind::ReduceStarted), 0);
+        let last_use =
+            log.iter().rposition(|e| e.unit == unit && e.kind == EventKind::Backward).expect("a backward");
+        let released = log[last_use..].iter().position(|e| e.unit == unit && e.kind == EventKind::Released);
+        let next = log[last_use + 1..].iter().position(|e| e.kind == EventKind::Backward && e.unit != unit);
+        assert!(released.expect("freed") <= next.expect("the unit before") + 1);
+    }
+}

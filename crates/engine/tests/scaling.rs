@@ -207,3 +207,28 @@ fn settings_that_contradict_each_other_are_refused() {
         }
     }
 }
+
+/// Reported bugs B1, B2 and B11: the report says the norm before clipping, the coefficient and whether it cut anything; equal
+/// on all ranks and for every number of them.
+#[test]
+fn the_report_says_whether_the_gradient_was_clipped() {
+    // Every element of unit 0 has gradient 3 in every micro-batch.
+    let elements = 38.0f64;
+    let norm = (elements * 9.0).sqrt();
+    for ranks in [1, 2, 4] {
+        for (clip_norm, clipped) in [(None, false), (Some(1e9), false), (Some(2.0), true)] {
+            let config = EngineConfig { clip_norm, ..sgd() };
+            let reports = threads::run(ranks, DEADLINE, |group| step(&mut engine(group, config), 3.0, 1.0));
+            for report in reports.expect("a world") {
+                let report = report.expect("a step");
+                assert!(
+                    (report.grad_norm - norm).abs() < 1e-12 * norm,
+                    "{ranks} ranks: {}",
+                    report.grad_norm
+                );
+                let coefficient = if clipped { (2.0 / (norm + 1e-6)) as f32 } else { 1.0 };
+                assert_eq!((report.is_clipped(), report.clip_coefficient), (clipped, coefficient));
+            }
+        }
+    }
+}
