@@ -9,16 +9,14 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
-use shardwise_core::{
-    BackwardPrefetch, FlatLayout, GatherPolicy, RoundAssignment, StepSchedule, max_partials,
-};
+use shardwise_core::{BackwardPrefetch, GatherPolicy, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
 use crate::config::{Accumulation, EngineConfig, StepReport, UnitId};
 use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
-use crate::handle::{FlatParamHandle, ParamState};
+use crate::handle::FlatParamHandle;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
@@ -175,47 +173,6 @@ impl Engine {
         &self.units[unit].parts
     }
 
-    /// The owned parameters of a unit's part, to initialise or load them: elements [`FlatParamHandle::owned`].
-    ///
-    /// # Errors
-    /// In the middle of a step, and when a peer is lost or late.
-    ///
-    /// # Panics
-    /// When there is no such part.
-    pub fn owned_params(&mut self, unit: UnitId, part: usize) -> Result<&mut [f32]> {
-        self.expect_idle("owned_params")?;
-        let rank = self.group.rank();
-        self.version += 1;
-        let handle = &self.units[Place { unit, part }];
-        let (start, owned) = (handle.span().start, handle.owned().len());
-        let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
-        Ok(&mut params[start..start + owned])
-    }
-
-    /// Lets `read` see each of a unit's flat parameters whole, with its layout. A collective: every rank must call it.
-    ///
-    /// # Errors
-    /// In the middle of a step, and when a peer is lost or late.
-    pub fn with_full_params(
-        &mut self,
-        unit: UnitId,
-        mut read: impl FnMut(&FlatLayout, &[f32]),
-    ) -> Result<()> {
-        self.expect_idle("with_full_params")?;
-        self.begin_loan(true)?;
-        self.unshard(unit)?;
-        for handle in &self.units[unit].parts {
-            let whole = match &handle.state {
-                ParamState::Gathered(buffer) => buffer.as_slice(),
-                _ => &self.params.as_slice()[handle.span()],
-            };
-            read(handle.layout(), &whole[..handle.layout().numel()]);
-        }
-        self.reshard(unit);
-        self.end_loan();
-        Ok(())
-    }
-
     /// Begins a step of `micro_batches` micro-batches over all ranks: gathers the root.
     ///
     /// # Errors
@@ -255,7 +212,7 @@ impl Engine {
     }
 
     /// Starts what the first unit needs along with the root, then waits for the root.
-    fn gather_ahead_of_round(&mut self, full: bool) -> Result<()> {
+    pub(crate) fn gather_ahead_of_round(&mut self, full: bool) -> Result<()> {
         self.begin_loan(full)?;
         self.start_unshard(UnitId::ROOT)?;
         self.prefetch_forward()?;
@@ -490,49 +447,6 @@ impl Engine {
         })
     }
 
-    /// The trained parameters that had no gradient in the last step, by rank: what a router left out, or a loss that does not
-    /// reach them. A collective: every rank must call it.
-    ///
-    /// # Errors
-    /// In the middle of a step, and when a peer is lost or late.
-    pub fn params_without_gradient(&self) -> Result<Vec<Vec<String>>> {
-        self.expect_idle("params_without_gradient")?;
-        let own: Vec<&str> = self.units.handles().flat_map(FlatParamHandle::unused_params).collect();
-        let all = self.comm(self.group.all_gather_varied("unused parameters", own.join("\n").as_bytes()))?;
-        let paths = |bytes: &Vec<u8>| String::from_utf8_lossy(bytes).lines().map(String::from).collect();
-        Ok(all.iter().map(paths).collect())
-    }
-
-    /// Begins an evaluation: gathers the root; units are gathered for their calls and freed after them.
-    ///
-    /// # Errors
-    /// In the middle of a step, after a failure, or when a peer is lost.
-    pub fn begin_evaluation(&mut self) -> Result<()> {
-        self.expect_idle("begin_evaluation")?;
-        self.phase = Phase::Evaluation;
-        self.coordinator.evaluate(true);
-        self.gather_ahead_of_round(!self.config.precision.low_precision_evaluation)
-    }
-
-    /// Ends an evaluation and frees everything gathered.
-    ///
-    /// # Errors
-    /// The first failure, or outside an evaluation.
-    pub fn end_evaluation(&mut self) -> Result<()> {
-        if self.phase != Phase::Evaluation {
-            return Err(self.wrong_state(UnitId::ROOT, "end_evaluation", "begin an evaluation first"));
-        }
-        self.coordinator.end_round();
-        self.coordinator.evaluate(false);
-        self.ahead.clear();
-        self.drop_unused_gathers(None);
-        self.release_kept();
-        self.reshard(UnitId::ROOT);
-        self.end_loan();
-        self.phase = Phase::Idle;
-        self.check_failure()
-    }
-
     pub(crate) fn note(&mut self, unit: UnitId, kind: EventKind) {
         let round = match self.phase {
             Phase::Round { round, .. } | Phase::Step { round, .. } => round,
@@ -560,7 +474,7 @@ impl Engine {
         Err(self.wrong_state(UnitId::ROOT, call, "end the step or the evaluation first"))
     }
 
-    fn check_failure(&self) -> Result<()> {
+    pub(crate) fn check_failure(&self) -> Result<()> {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 

@@ -1,0 +1,284 @@
+//! A flat parameter's gradient: written by its parameters, lent, summed by part, and used up by the update.
+
+use shardwise_comm::codec::{pack, round};
+use shardwise_comm::{CommError, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
+use shardwise_core::{Purpose, ShardMetadata};
+
+use super::{FlatParamHandle, GradientState};
+use crate::ledger::Ledger;
+use crate::norm::{Norm, PartialNorm};
+use crate::optimizer::state::Kept;
+use crate::optimizer::{StateSlice, StepUpdate};
+use crate::replicas::Replicas;
+
+impl FlatParamHandle {
+    /// Lets parameter `index` write its gradient: `write(window, overwrite)`.
+    pub(crate) fn write_gradient(
+        &mut self,
+        index: usize,
+        write: impl FnOnce(&mut [f32], bool),
+    ) -> Result<(), CommError> {
+        let GradientState::Writing { buffer, written } = &mut self.gradient else { return Ok(()) };
+        let window = &mut buffer.writable()?[self.layout.params()[index].range()];
+        write(window, !written[index]);
+        written[index] = true;
+        Ok(())
+    }
+
+    /// Zeroes what no parameter has written, divides by `pre_divisor` and lends the full gradient to the peers, or keeps it
+    /// when `defer` says so.
+    pub(crate) fn start_reduce(
+        &mut self,
+        group: &ProcessGroup,
+        pre_divisor: f32,
+        defer: bool,
+    ) -> Result<(), CommError> {
+        let GradientState::Writing { mut buffer, written } =
+            std::mem::replace(&mut self.gradient, GradientState::Absent)
+        else {
+            return Ok(());
+        };
+        self.used.resize(written.len(), false);
+        self.used.iter_mut().zip(&written).for_each(|(used, written)| *used |= written);
+        let flat = buffer.writable()?;
+        for (param, _) in self.layout.params().iter().zip(&written).filter(|(_, written)| !**written) {
+            flat[param.range()].fill(0.0);
+        }
+        let padding = if cfg!(debug_assertions) { f32::NAN } else { 0.0 };
+        flat[self.layout.numel()..self.layout.padded_numel()].fill(padding);
+        pack(flat, self.layout.padded_numel(), pre_divisor, self.precision.reduce_dtype);
+        self.gradient = if defer {
+            GradientState::Deferred(buffer)
+        } else {
+            GradientState::Reducing(self.reduction(group, Some(buffer)))
+        };
+        Ok(())
+    }
+
+    /// Forgets which parameters have been used.
+    pub(crate) fn begin_step(&mut self) {
+        self.used.clear();
+    }
+
+    /// The paths of trained parameters for which this rank has written no gradient in the step.
+    pub(crate) fn unused_params(&self) -> impl Iterator<Item = &str> {
+        let trained = self.layout.params().iter().filter(|_| self.is_trainable());
+        let used = |index: usize| self.used.get(index).copied().unwrap_or(false);
+        trained.enumerate().filter(move |(index, _)| !used(*index)).map(|(_, param)| param.path.as_str())
+    }
+
+    /// Starts a reduction to which this rank contributes `source`, or zeros.
+    pub(crate) fn reduction(&self, group: &ProcessGroup, source: Option<SharedBuffer>) -> PendingReduce {
+        let how = ReduceScatter {
+            label: self.layout.unit(),
+            part_numel: self.layout.shard_numel(),
+            precision: self.precision.reduce_dtype,
+            summed: self.sharers.clone(),
+        };
+        group.start_reduction(&how, source)
+    }
+
+    /// Whether the peers reduce the same unit now; true when this rank reduces none.
+    pub(crate) fn peers_agree(&self) -> Result<bool, CommError> {
+        match &self.gradient {
+            GradientState::Reducing(pending) => pending.agrees(),
+            _ => Ok(true),
+        }
+    }
+
+    /// Gives up on a reduction that is under way, and keeps the gradient until the end of the round.
+    pub(crate) fn defer_reduce(&mut self) {
+        self.gradient = match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Reducing(pending) => match pending.into_source() {
+                Some(buffer) => GradientState::Deferred(buffer),
+                None => GradientState::Absent,
+            },
+            other => other,
+        };
+    }
+
+    /// Takes the gradient that was kept until the end of the round.
+    pub(crate) fn take_deferred(&mut self) -> Option<SharedBuffer> {
+        match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Deferred(buffer) => Some(buffer),
+            other => {
+                self.gradient = other;
+                None
+            }
+        }
+    }
+
+    /// Sums this rank's part of a reduction, in a hybrid layout then across the `replicas`, and hands the full gradient's
+    /// buffer back.
+    pub(crate) fn sum_part(
+        &mut self,
+        mut pending: PendingReduce,
+        replicas: Option<&mut Replicas>,
+    ) -> (Option<SharedBuffer>, Result<(), CommError>) {
+        self.reduced = true;
+        let numel = self.layout.shard_numel();
+        let result = match replicas {
+            None => self.partials.take_in(|sum, add| pending.sum_into(&mut sum[..numel], add)),
+            Some(replicas) => {
+                let label = self.layout.unit();
+                self.partials
+                    .take_in(|sum, add| replicas.sum_across(label, &mut pending, &mut sum[..numel], add))
+            }
+        };
+        (pending.into_source(), result)
+    }
+
+    /// Takes the reduction that is under way.
+    pub(crate) fn take_reduction(&mut self) -> Option<PendingReduce> {
+        match std::mem::replace(&mut self.gradient, GradientState::Absent) {
+            GradientState::Reducing(pending) => Some(pending),
+            other => {
+                self.gradient = other;
+                None
+            }
+        }
+    }
+
+    /// Ends a round: one in which no rank had a gradient here counts as zero.
+    pub(crate) fn end_round(&mut self) -> Result<(), CommError> {
+        if std::mem::take(&mut self.reduced) || !self.is_trainable() {
+            Ok(())
+        } else {
+            self.partials.take_in_zero()
+        }
+    }
+
+    /// Makes sure that the next sum over ranks has a buffer. A step's rounds have theirs already; only a unit that is
+    /// reduced more than once in a round needs another.
+    pub(crate) fn reserve_next_partial(
+        &mut self,
+        group: &ProcessGroup,
+        ledger: &mut Ledger,
+    ) -> Result<(), CommError> {
+        if self.partials.needs_buffer() {
+            self.reserve_partials(self.partials.buffers() + 1, group, ledger)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Makes sure that there are buffers for `partials` sums.
+    pub(crate) fn reserve_partials(
+        &mut self,
+        partials: usize,
+        group: &ProcessGroup,
+        ledger: &mut Ledger,
+    ) -> Result<(), CommError> {
+        while self.is_trainable() && self.partials.buffers() < partials {
+            self.partials.give(group.allocate(self.layout.shard_numel())?);
+            ledger.add(Purpose::GradientShards, self.layout.shard_numel());
+        }
+        Ok(())
+    }
+
+    /// Merges the partial sums of the step, divides by `divisor` and measures this rank's part; `None` when the unit had
+    /// no gradient in this step.
+    pub(crate) fn finish_gradient(
+        &mut self,
+        divisor: f32,
+        norm: Norm,
+    ) -> Result<Option<PartialNorm>, CommError> {
+        self.holds_last = false;
+        let Some(mut sum) = self.partials.finish()? else { return Ok(None) };
+        let own = &mut sum.writable()?[..self.shard.len()];
+        let mut measured = norm.divide_and_measure(own, divisor);
+        if self.precision.keep_low_precision_grads {
+            round(own, self.precision.reduce_dtype);
+            measured = norm.divide_and_measure(own, 1.0);
+        }
+        self.sum = Some(sum);
+        Ok(Some(measured))
+    }
+
+    /// Lets elements of the summed gradient that are not finite count as zero, and measures it again.
+    pub(crate) fn zero_non_finite(&mut self, norm: Norm) -> Result<Option<PartialNorm>, CommError> {
+        let numel = self.shard.len();
+        let Some(sum) = &mut self.sum else { return Ok(None) };
+        let own = &mut sum.writable()?[..numel];
+        own.iter_mut().filter(|g| !g.is_finite()).for_each(|g| *g = 0.0);
+        Ok(Some(norm.divide_and_measure(own, 1.0)))
+    }
+
+    /// The first element of this rank's gradient shard that is NaN or infinite, with its parameter's path.
+    pub(crate) fn first_non_finite(&self) -> Option<(String, f32)> {
+        let sum = self.sum.as_ref()?;
+        let index = sum.as_slice()[..self.shard.len()].iter().position(|g| !g.is_finite())?;
+        let at = ShardMetadata::of_range(
+            self.layout.params(),
+            self.shard.start + index..self.shard.start + index + 1,
+        );
+        let path = at.params.first().map_or_else(|| self.name().to_string(), |p| p.path.clone());
+        Some((path, sum.as_slice()[index]))
+    }
+
+    /// Gathers the summed gradient into `dest`, for ranks that update all parameters; returns the bytes sent.
+    pub(crate) fn gather_gradient(
+        &mut self,
+        group: &ProcessGroup,
+        dest: SharedBuffer,
+    ) -> (SharedBuffer, Result<u64, CommError>) {
+        match &self.sum {
+            Some(sum) => {
+                let (whole, gathered) = group.start_all_gather(self.layout.unit(), sum, dest).wait();
+                (whole, gathered.map(|()| self.sum_bytes_sent()))
+            }
+            None => (dest, Ok(0)),
+        }
+    }
+
+    /// Updates the owned parameters from `whole`, the full gradient, or from the gradient's shard; gives the shard's
+    /// buffer back to the partial sums.
+    pub(crate) fn update(&mut self, update: StepUpdate, params: &mut [f32], whole: Option<&SharedBuffer>) {
+        let Some(sum) = self.sum.take() else { return };
+        let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
+        self.state_of_update.update(update, &self.owned, params, gradient);
+        self.partials.give_back(sum);
+        // Muon has put its directions in the gradient's place.
+        self.holds_last = self.state_of_update.matrices.is_empty();
+    }
+
+    /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
+    pub(crate) fn last_gradient(&self) -> Option<&SharedBuffer> {
+        if self.holds_last { self.partials.last() } else { None }
+    }
+
+    /// How often the parameters have been updated.
+    pub fn updates(&self) -> u64 {
+        self.state_of_update.next_count() - 1
+    }
+
+    /// Shows the optimizer's statistics of what this rank keeps, by parameter.
+    pub(crate) fn each_state(&mut self, see: &mut dyn FnMut(StateSlice<'_>)) {
+        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole: self.is_whole() };
+        self.state_of_update.each(&self.layout, &kept, see);
+    }
+
+    /// Whether the optimizer has gathered statistics of the parameters, or their average is kept.
+    pub(crate) fn has_statistics(&self) -> bool {
+        self.updates() > 0 && (self.state_of_update.keeps_statistics() || self.average.is_some())
+    }
+
+    /// Drops the step's gradient.
+    pub(crate) fn discard_gradient(&mut self) {
+        if let Some(sum) = self.sum.take() {
+            self.partials.give_back(sum);
+        }
+    }
+
+    /// Bytes that this rank sends in one reduction: every peer's part, and its sum to the replicas.
+    pub(crate) fn reduce_bytes_sent(&self) -> u64 {
+        let inside = (self.sharers.len() - 1) * self.precision.reduce_dtype.bytes();
+        let across = (self.replicas - 1) * size_of::<f32>();
+        ((inside + across) * self.layout.shard_numel()) as u64
+    }
+
+    /// Bytes that this rank sends when the summed gradient is gathered: its part, to each peer.
+    fn sum_bytes_sent(&self) -> u64 {
+        ((self.sharers.len() - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
+    }
+}
