@@ -18,10 +18,10 @@ pub fn print(text: &str) -> Result<(), RunError> {
     print_to_reader(text).map(drop)
 }
 
-/// As [`print`]; returns whether the reader is still there.
+/// As [`print()`]; returns whether the reader is still there.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_to_reader(text: &str) -> Result<bool, RunError> {
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() { harmless(text) } else { text.to_string() };
