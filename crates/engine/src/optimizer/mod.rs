@@ -2,7 +2,7 @@
 //!
 //! Most update each element by itself ([`elementwise`]): the same operations in the same order wherever the element lies,
 //! so that the result does not depend on how the flat parameter is cut. Two look at a parameter as a whole: Adafactor
-//! ([`adafactor`]) exchanges exact sums over its rows and columns, and Muon ([`muon`]) lets one rank compute each matrix.
+//! (`adafactor`) exchanges exact sums over its rows and columns, and Muon (`muon`) lets one rank compute each matrix.
 //! Formulas are PyTorch's where PyTorch has the optimizer, otherwise the paper's.
 
 pub(crate) mod adafactor;
