@@ -2,20 +2,25 @@
 //!
 //! Every key is known or an error that suggests the nearest one; what is left out has the default written here.
 
+mod keys;
+mod sections;
+
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{BackwardPrefetch, GatherPolicy, MixedPrecision, Precision, ShardingStrategy};
-use shardwise_engine::{
-    Accumulation, DynamicScale, EngineConfig, LossScale, LrSchedule, MuonScale, NonFinite, OptimizerConfig,
-};
+use shardwise_core::MixedPrecision;
+use shardwise_engine::{EngineConfig, LossScale, MuonScale, OptimizerConfig};
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
 
 use crate::bounds;
 use crate::data::DataConfig;
 use crate::error::RunError;
-use crate::suggest::nearest;
+
+use keys::{MODEL_KEYS, check_keys, check_optimizer, set};
+pub use sections::{
+    LossScaleSetting, NamedLossScale, OptimizerName, RunConfig, ShardingConfig, TrainConfig, TransportKind,
+};
 
 /// A whole configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -37,243 +42,8 @@ pub struct Config {
     pub shard: ShardingConfig,
 }
 
-/// `[run]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RunConfig {
-    /// The run's name.
-    pub name: String,
-    /// Where its output goes; `runs/NAME` when left out.
-    pub output_dir: Option<PathBuf>,
-    /// The seed of initial values, of the data's order and of sampling.
-    pub seed: u64,
-    /// Optimizer steps.
-    pub steps: u64,
-    /// Processes (or threads) that share the model.
-    pub ranks: usize,
-    /// Threads that each rank computes with.
-    pub threads_per_rank: usize,
-    /// How ranks communicate.
-    pub transport: TransportKind,
-    /// How long a rank waits for another before the run fails.
-    pub timeout_seconds: f64,
-}
-
-impl Default for RunConfig {
-    fn default() -> Self {
-        Self {
-            name: "shardwise".into(),
-            output_dir: None,
-            seed: 0,
-            steps: 100,
-            ranks: 1,
-            threads_per_rank: 1,
-            transport: TransportKind::Shm,
-            timeout_seconds: 300.0,
-        }
-    }
-}
-
-/// How ranks communicate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum TransportKind {
-    /// Processes of this host, over shared memory.
-    Shm,
-    /// Threads of one process.
-    Threads,
-}
-
-/// `[train]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TrainConfig {
-    /// Samples of a step, over all ranks.
-    pub global_batch: usize,
-    /// Samples that a rank computes at once.
-    pub micro_batch: usize,
-    /// The update rule.
-    pub optimizer: OptimizerName,
-    /// The (peak) learning rate.
-    pub lr: f64,
-    /// Decay rates of AdamW, Adam and Lion; 0.9 and 0.95 when left out, 0.9 and 0.99 for Lion.
-    pub betas: Option<[f64; 2]>,
-    /// AdamW's and Adam's epsilon.
-    pub eps: f64,
-    /// Weight decay; 0.1 for AdamW, Lion and Muon and 0 for the others when left out. Applies to parameters of two
-    /// dimensions or more.
-    pub weight_decay: Option<f64>,
-    /// The momentum of SGD and Muon; 0.9 and 0.95 when left out.
-    pub momentum: Option<f64>,
-    /// Whether SGD and Muon look ahead along the momentum; when left out, Muon does and SGD does not.
-    pub nesterov: Option<bool>,
-    /// The part of their average that the weights keep at each step; no average is kept when left out. Its weights are
-    /// written to `model-ema`.
-    pub ema_decay: Option<f64>,
-    /// Whether each block is updated inside backward, so that one gradient shard serves all of them.
-    pub step_in_backward: bool,
-    /// The norm that gradients are cut down to; no clipping when left out.
-    pub clip_norm: Option<f64>,
-    /// What the loss is multiplied by before its backward: a number, or "dynamic"; nothing when left out.
-    pub loss_scale: Option<LossScaleSetting>,
-    /// What a gradient that is NaN or infinite leads to.
-    pub non_finite: NonFinite,
-    /// How the learning rate changes.
-    pub schedule: LrSchedule,
-    /// Steps of linear warm-up.
-    pub warmup_steps: u64,
-}
-
-impl Default for TrainConfig {
-    fn default() -> Self {
-        Self {
-            global_batch: 8,
-            micro_batch: 1,
-            optimizer: OptimizerName::AdamW,
-            lr: 3e-4,
-            betas: None,
-            eps: 1e-8,
-            weight_decay: None,
-            momentum: None,
-            nesterov: None,
-            ema_decay: None,
-            step_in_backward: false,
-            clip_norm: None,
-            loss_scale: None,
-            non_finite: NonFinite::Error,
-            schedule: LrSchedule::Constant,
-            warmup_steps: 0,
-        }
-    }
-}
-
-/// The update rules by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerName {
-    /// Adam with decoupled weight decay.
-    AdamW,
-    /// Adam; the decay is part of the gradient.
-    Adam,
-    /// Stochastic gradient descent with momentum.
-    Sgd,
-    /// The sign of a momentum.
-    Lion,
-    /// Second moments from rows and columns; the learning rate is the largest relative step.
-    Adafactor,
-    /// Orthogonalised momentum for the blocks' matrices, AdamW for all else.
-    Muon,
-}
-
-impl OptimizerName {
-    const ALL: [&str; 6] = ["adamw", "adam", "sgd", "lion", "adafactor", "muon"];
-}
-
-/// `loss_scale`: a number, or "dynamic".
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "train.loss_scale must be \"dynamic\" or a positive number")]
-pub enum LossScaleSetting {
-    /// Always this.
-    Static(f64),
-    /// As much as the gradients bear.
-    Named(NamedLossScale),
-}
-
-/// Loss scales that have a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum NamedLossScale {
-    /// As much as the gradients bear.
-    Dynamic,
-}
-
-impl LossScaleSetting {
-    fn scale(self) -> LossScale {
-        match self {
-            LossScaleSetting::Static(scale) => LossScale::Static(scale),
-            LossScaleSetting::Named(NamedLossScale::Dynamic) => LossScale::Dynamic(DynamicScale::default()),
-        }
-    }
-}
-
-/// `[shard]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ShardingConfig {
-    /// How parameters, gradients and optimizer state are spread.
-    pub strategy: ShardingStrategy,
-    /// Ranks that share one copy of the model, for a hybrid strategy; the groups of so many are replicas.
-    pub shard_group: Option<usize>,
-    /// The type in which parameters are gathered and to which they are rounded for the computation.
-    pub param_dtype: Precision,
-    /// The type in which gradients travel; their sum is f32.
-    pub reduce_dtype: Precision,
-    /// Whether the summed gradient is rounded to `reduce_dtype` again.
-    pub keep_low_precision_grads: bool,
-    /// Where the gradients of several micro-batches of a rank add up.
-    pub accumulate: Accumulation,
-    /// Whether blocks keep only their input and compute their forward again in backward.
-    pub recompute: bool,
-    /// Whether blocks are gathered while others compute.
-    pub prefetch: bool,
-    /// Whether that goes for the forward.
-    pub forward_prefetch: bool,
-    /// When the next block of the backward is gathered.
-    pub backward_prefetch: BackwardPrefetch,
-    /// Blocks gathered at a time, the one in use included.
-    pub limit_all_gathers: usize,
-    /// Elements gathered ahead; the next block always fits.
-    pub prefetch_bucket_size: Option<usize>,
-    /// Elements gathered at a time: past it nothing is gathered ahead or kept.
-    pub max_live_parameters: Option<usize>,
-    /// A block that is used again before so many elements of others have been is not freed in between.
-    pub max_reuse_distance: usize,
-}
-
-impl ShardingConfig {
-    fn gather(&self) -> GatherPolicy {
-        GatherPolicy {
-            forward_prefetch: self.forward_prefetch,
-            backward_prefetch: self.backward_prefetch,
-            limit_all_gathers: self.limit_all_gathers,
-            prefetch_bucket_size: self.prefetch_bucket_size.unwrap_or(usize::MAX),
-            max_live_parameters: self.max_live_parameters.unwrap_or(usize::MAX),
-            max_reuse_distance: self.max_reuse_distance,
-        }
-    }
-}
-
-impl Default for ShardingConfig {
-    fn default() -> Self {
-        Self {
-            strategy: ShardingStrategy::FullShard,
-            shard_group: None,
-            param_dtype: Precision::F32,
-            reduce_dtype: Precision::F32,
-            keep_low_precision_grads: false,
-            accumulate: Accumulation::Sharded,
-            recompute: false,
-            prefetch: true,
-            forward_prefetch: true,
-            backward_prefetch: BackwardPrefetch::Pre,
-            limit_all_gathers: 2,
-            prefetch_bucket_size: None,
-            max_live_parameters: None,
-            max_reuse_distance: 0,
-        }
-    }
-}
-
 /// The longest sample that is taken without being asked for.
 const DEFAULT_SEQ_LEN: usize = 1024;
-
-/// Keys of `[train]` that have no default.
-const OPTIONAL_TRAIN_KEYS: [&str; 7] =
-    ["betas", "weight_decay", "momentum", "nesterov", "ema_decay", "clip_norm", "loss_scale"];
-
-/// Keys of `[model]` beside the families' own.
-const MODEL_KEYS: [&str; 2] = ["family", "init_from"];
 
 impl Config {
     /// Reads a file and applies overrides of the form `section.key=value`.
@@ -515,102 +285,4 @@ pub fn read_model_config(folder: &Path) -> Result<(ModelConfig, Vec<String>), Ru
         ))
     })?;
     ModelConfig::from_json(&text, &path.display().to_string()).map_err(RunError::user)
-}
-
-/// Applies one `section.key=value`.
-fn set(table: &mut Table, item: &str) -> Result<(), RunError> {
-    let wrong =
-        || RunError::user(format!("--set {item}: expected section.key=value, such as train.lr=0.001"));
-    let (path, text) = item.split_once('=').ok_or_else(wrong)?;
-    let (section, key) = path.trim().split_once('.').ok_or_else(wrong)?;
-    // Whatever is not a TOML value by itself is a string without its quotes.
-    let value = format!("x = {text}")
-        .parse::<Table>()
-        .ok()
-        .and_then(|mut t| t.remove("x"))
-        .unwrap_or_else(|| Value::String(text.to_string()));
-    match table.entry(section).or_insert_with(|| Value::Table(Table::new())) {
-        Value::Table(keys) => keys.insert(key.to_string(), value),
-        _ => return Err(wrong()),
-    };
-    Ok(())
-}
-
-/// The keys of each section, from the defaults themselves.
-fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
-    fn keys_of(value: impl Serialize, optional: &[&str]) -> Vec<String> {
-        let mut keys: Vec<String> = match Value::try_from(value) {
-            Ok(Value::Table(table)) => table.keys().cloned().collect(),
-            _ => Vec::new(),
-        };
-        keys.extend(optional.iter().map(|k| (*k).to_string()));
-        keys
-    }
-    Some(match section {
-        "run" => keys_of(RunConfig::default(), &["output_dir"]),
-        "data" => keys_of(DataConfig::default(), &["path", "tokenizer", "seq_len"]),
-        "train" => keys_of(TrainConfig::default(), &OPTIONAL_TRAIN_KEYS),
-        "shard" => keys_of(
-            ShardingConfig::default(),
-            &["shard_group", "prefetch_bucket_size", "max_live_parameters"],
-        ),
-        "model" => {
-            let family = match table.get("family").and_then(Value::as_str) {
-                Some("llama") => LlamaConfig::KEYS,
-                _ => Gpt2Config::KEYS,
-            };
-            MODEL_KEYS.iter().chain(family).map(|k| (*k).to_string()).collect()
-        }
-        _ => return None,
-    })
-}
-
-/// Refuses unknown sections and keys, and suggests the nearest known one.
-fn check_keys(table: &Table, name: &str) -> Result<(), RunError> {
-    const SECTIONS: [&str; 5] = ["run", "model", "data", "train", "shard"];
-    let unknown = |what: String, known: &[String]| {
-        let hint = match nearest(what.rsplit('.').next().unwrap_or(&what), known) {
-            Some(near) => format!("did you mean `{near}`?"),
-            None => format!("known are {}", known.join(", ")),
-        };
-        Err(RunError::user(format!("{name}: unknown key `{what}`; {hint}")))
-    };
-    for (section, value) in table {
-        let Value::Table(keys) = value else {
-            if SECTIONS.contains(&section.as_str()) {
-                return Err(RunError::user(format!(
-                    "{name}: `{section}` is {value}; expected a section, [{section}] with its keys on the lines after it"
-                )));
-            }
-            return unknown(section.clone(), &SECTIONS.map(String::from));
-        };
-        let Some(known) = known_keys(section, keys) else {
-            return unknown(section.clone(), &SECTIONS.map(String::from));
-        };
-        if let Some(key) = keys.keys().find(|k| !known.contains(k)) {
-            return unknown(format!("{section}.{key}"), &known);
-        }
-    }
-    if !table.contains_key("model") {
-        return Err(RunError::user(format!(
-            "{name}: there is no [model]; name a family (\"gpt2\" or \"llama\") or init_from, the folder of a model"
-        )));
-    }
-    Ok(())
-}
-
-/// Refuses an unknown optimizer and suggests the nearest known one.
-fn check_optimizer(table: &Table, name: &str) -> Result<(), RunError> {
-    let Some(Value::String(given)) = table.get("train").and_then(|train| train.get("optimizer")) else {
-        return Ok(());
-    };
-    let known = OptimizerName::ALL.map(String::from);
-    if known.contains(given) {
-        return Ok(());
-    }
-    let hint = match nearest(given, &known) {
-        Some(near) => format!("did you mean \"{near}\"?"),
-        None => format!("known are {}", known.join(", ")),
-    };
-    Err(RunError::user(format!("{name}: train.optimizer is \"{given}\"; {hint}")))
 }
