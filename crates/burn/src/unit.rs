@@ -206,12 +206,13 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
         let (y, graph) = graph_call(link, inner, x, x_tracked, forward);
         (y, Box::new(move || graph) as BackwardPass)
     };
-    // A leaf that makes the call part of the graph, whatever its input. It is this call's own: graphs that share a node are
-    // one to Burn, and the graph inside a unit must not be that of the unit around it.
-    let anchor = primitive(Tensor::<1>::zeros([1], &Device::flex().autodiff()).require_grad());
-    let node = anchor.node();
+    // Where the input has no graph, a leaf makes the call part of one. It is this call's own: graphs that share a node are one
+    // to Burn, and the graph inside a unit must not be that of the unit around it.
+    let leaf = || primitive(Tensor::<1>::zeros([1], &Device::flex().autodiff()).require_grad());
+    let anchor = (!x_tracked).then(leaf);
+    let parent = anchor.as_ref().map_or(x_node, AdTensor::node);
     let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))), _anchor: anchor };
-    let prep = UnitStep.prepare::<NoCheckpointing>([x_node, node]).compute_bound();
+    let prep = UnitStep.prepare::<NoCheckpointing>([parent]).compute_bound();
     let y = match prep.stateful() {
         OpsKind::Tracked(prep) => prep.finish(state, y),
         OpsKind::UnTracked(prep) => prep.finish(y),
@@ -280,7 +281,7 @@ type BackwardPass = Box<dyn FnOnce() -> InnerGraph + Send>;
 struct UnitState {
     link: Arc<UnitLink>,
     pass: Arc<Mutex<Option<BackwardPass>>>,
-    _anchor: AdTensor,
+    _anchor: Option<AdTensor>,
 }
 
 impl fmt::Debug for UnitState {
@@ -289,22 +290,23 @@ impl fmt::Debug for UnitState {
     }
 }
 
-/// The step of the outer graph; its parents are the unit's input and the anchor.
+/// The step of the outer graph; its parent is the unit's input, or the anchor.
 #[derive(Debug)]
 struct UnitStep;
 
-impl Backward<Flex, 2> for UnitStep {
+impl Backward<Flex, 1> for UnitStep {
     type State = UnitState;
 
-    fn backward(self, ops: Ops<UnitState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<UnitState, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy = grads.consume::<Flex>(&ops.node);
-        let [x, _] = ops.parents;
+        let [parent] = ops.parents;
         let UnitState { link, pass, .. } = ops.state;
         let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
         link.enter_backward();
         let dx = pass.and_then(|graph| graph().run(&link, dy));
         link.leave_backward();
-        if let (Some(x), Some(dx)) = (x, dx) {
+        // The anchor gets none.
+        if let (Some(x), Some(dx)) = (parent, dx) {
             grads.register::<Flex>(x.id, dx);
         }
     }
