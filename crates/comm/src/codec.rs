@@ -89,6 +89,23 @@ pub fn pack(buffer: &mut [f32], numel: usize, divisor: f32, precision: Precision
     }
 }
 
+/// Takes [`pack`] back, but for the rounding.
+pub fn unpack(buffer: &mut [f32], numel: usize, divisor: f32, precision: Precision) {
+    let (mut wide, mut wire) = ([0f32; BLOCK], [0u16; BLOCK]);
+    // From the end: the wide numbers need the room of packed ones that have been read before.
+    for start in (0..numel).step_by(BLOCK).rev() {
+        let n = BLOCK.min(numel - start);
+        if precision.is_low() {
+            wire[..n].copy_from_slice(&bytemuck::cast_slice::<f32, u16>(buffer)[start..start + n]);
+            decode(&wire[..n], &mut wide[..n], precision);
+            buffer[start..start + n].copy_from_slice(&wide[..n]);
+        }
+        if divisor != 1.0 {
+            buffer[start..start + n].iter_mut().for_each(|x| *x *= divisor);
+        }
+    }
+}
+
 /// The f32 numbers that lie in bytes of the wire.
 pub(crate) fn take(bytes: &[u8], dest: &mut [f32], precision: Precision) {
     if precision.is_low() {
@@ -160,6 +177,22 @@ mod tests {
                         assert!(same, "{precision}: {x} became {got}, not {want}");
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn unpacking_takes_packing_back() {
+        for numel in [0, 1, 5, 1023, 1024, 1025, 3000] {
+            for precision in Precision::ALL {
+                // Numbers that every type holds.
+                let values: Vec<f32> = (0..numel).map(|i| (i % 256) as f32).collect();
+                let mut buffer = values.clone();
+                buffer.resize(numel + 7, 0.5);
+                pack(&mut buffer, numel, 4.0, precision);
+                unpack(&mut buffer, numel, 4.0, precision);
+                assert_eq!(buffer[..numel], values, "{numel} in {precision}");
+                assert_eq!(buffer[numel..], [0.5; 7]);
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use shardwise_core::Precision;
+use shardwise_core::{Precision, seed_for};
 
 /// The kinds of collective that a transport knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -87,7 +87,7 @@ impl Wire {
 pub struct Fingerprint {
     /// Which collective.
     pub kind: OpKind,
-    /// The unit or purpose. Compared up to [`Fingerprint::LABEL_BYTES`] bytes.
+    /// The unit or purpose. Of one that is longer than [`Fingerprint::LABEL_BYTES`], the beginning and a hash of the whole.
     pub label: String,
     /// Elements of the whole (gathered or unreduced) buffer.
     pub elements: u64,
@@ -103,11 +103,7 @@ impl Fingerprint {
 
     /// A call over `elements` of type `wire`.
     pub fn new(kind: OpKind, label: &str, elements: usize, wire: Wire) -> Self {
-        let mut end = label.len().min(Self::LABEL_BYTES);
-        while !label.is_char_boundary(end) {
-            end -= 1;
-        }
-        Self { kind, label: label[..end].to_string(), elements: elements as u64, wire, root: 0 }
+        Self { kind, label: shortened(label), elements: elements as u64, wire, root: 0 }
     }
 
     /// The same call with a sending group rank.
@@ -115,6 +111,19 @@ impl Fingerprint {
         self.root = root as u32;
         self
     }
+}
+
+/// A label that fits its place on the board, and still differs from others that begin alike.
+fn shortened(label: &str) -> String {
+    if label.len() <= Fingerprint::LABEL_BYTES {
+        return label.to_string();
+    }
+    let hash = format!("#{:016x}", seed_for(0, label));
+    let mut end = Fingerprint::LABEL_BYTES - hash.len();
+    while !label.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}{hash}", &label[..end])
 }
 
 impl fmt::Display for Fingerprint {
@@ -127,5 +136,24 @@ impl fmt::Display for Fingerprint {
             write!(f, " from group rank {}", self.root)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_labels_that_begin_alike_differ() {
+        let label = |expert: usize| format!("{}experts.{expert}", "model.decoder.layers.".repeat(8));
+        let of = |label: &str| Fingerprint::new(OpKind::ReduceScatter, label, 10, Wire::F32);
+        assert_ne!(of(&label(3)), of(&label(5)));
+        assert_eq!(of(&label(3)), of(&label(3)));
+        for length in 0..200 {
+            let text: String = "äb".chars().cycle().take(length).collect();
+            let fingerprint = of(&text);
+            assert!(fingerprint.label.len() <= Fingerprint::LABEL_BYTES);
+            assert_eq!(fingerprint.label == text, text.len() <= Fingerprint::LABEL_BYTES);
+        }
     }
 }

@@ -107,6 +107,7 @@ impl Engine {
             loan: None,
             low_loan: None,
             reducing: VecDeque::new(),
+            end_of_round: None,
             diverged: false,
             reductions,
             coordinator,
@@ -163,16 +164,17 @@ impl Engine {
 /// Splits the ranks into groups that share one copy of the model; in a hybrid layout also into those, one of each group,
 /// that keep the same elements.
 fn shard_groups(group: &ProcessGroup, config: &EngineConfig) -> Result<(ProcessGroup, Option<ProcessGroup>)> {
-    let size = config.shard_group_size(group.size())?;
-    if !config.strategy.is_hybrid() {
-        return Ok((group.clone(), None));
-    }
-    let rank = group.rank();
+    let (size, rank) = (config.shard_group_size(group.size())?, group.rank());
     let split = |color: usize| {
         let split = group.split(color as u64, rank as u64);
         split.map_err(|source| EngineError::Comm { rank, source })
     };
+    // Also without groups in an order of operations of its own: parameters are lent for a whole step, and an order holds a
+    // bounded number of operations that are not finished.
     let shards = split(rank / size)?;
+    if !config.strategy.is_hybrid() {
+        return Ok((shards, None));
+    }
     let replicas = split(rank % size)?;
     Ok((shards, Some(replicas).filter(|replicas| replicas.size() > 1)))
 }

@@ -124,9 +124,11 @@ impl EngineConfig {
         self.optimizer.check().map_err(|message| EngineError::Usage(format!("the optimizer: {message}")))?;
         crate::average::check_decay(self.ema_decay)?;
         match self.divisor {
-            Divisor::Custom(divisor) if !(divisor.is_finite() && divisor != 0.0) => Err(EngineError::Usage(
-                format!("the gradient's divisor is {divisor}; it must be a number other than 0"),
-            )),
+            Divisor::Custom(divisor) if !(divisor as f32).is_finite() || divisor as f32 == 0.0 => {
+                Err(EngineError::Usage(format!(
+                    "the gradient's divisor is {divisor}; it must be a number other than 0"
+                )))
+            }
             _ => Ok(()),
         }
     }

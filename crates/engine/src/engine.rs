@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
-use shardwise_comm::{CommError, Loan, ProcessGroup, SharedBuffer};
+use shardwise_comm::{CommError, Loan, PendingReduce, ProcessGroup, SharedBuffer};
 use shardwise_core::{BackwardPrefetch, GatherPolicy, RoundAssignment, StepSchedule, max_partials};
 
 use crate::Result;
@@ -74,6 +74,8 @@ pub struct Engine {
     pub(crate) low_loan: Option<Loan>,
     /// Flat parameters whose reductions are under way, in the order in which they were started.
     pub(crate) reducing: VecDeque<Place>,
+    /// What ends the reductions of a round, if nothing else does.
+    pub(crate) end_of_round: Option<PendingReduce>,
     /// Whether ranks have used different units in the current round.
     pub(crate) diverged: bool,
     pub(crate) units: Units,
@@ -188,10 +190,12 @@ impl Engine {
         };
         let partials = max_partials(reductions);
         self.reserve_unsharded_gradients()?;
-        for at in self.units.places().into_iter().filter(|_| self.in_backward.is_none()) {
-            let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
-            self.comm(reserved)?;
+        for at in self.units.places() {
             self.units[at].begin_step();
+            if self.in_backward.is_none() {
+                let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
+                self.comm(reserved)?;
+            }
         }
         self.step += 1;
         (self.bytes_sent, self.gathered_bytes_peak, self.whole.bytes_sent) = (0, 0, 0);
@@ -371,6 +375,7 @@ impl Engine {
         }
         self.start_left_over_reductions()?;
         self.start_reduce(UnitId::ROOT)?;
+        self.mark_end_of_round();
         self.coordinator.end_round();
         self.ahead.clear();
         self.drop_unused_gathers(None);
@@ -418,6 +423,15 @@ impl Engine {
         self.reshard(UnitId::ROOT);
         self.settle_round()?;
         self.end_loan();
+        let report = self.apply(schedule, lr);
+        if report.is_err() {
+            self.abandon_step();
+        }
+        report
+    }
+
+    /// Judges the summed gradient and updates the parameters.
+    fn apply(&mut self, schedule: StepSchedule, lr: f64) -> Result<StepReport> {
         self.end_in_backward(lr)?;
         let loss_scale = self.scaler.scale();
         let grad_norm = self.finish_gradients(schedule.micro_batches())?;
@@ -475,7 +489,13 @@ impl Engine {
     }
 
     pub(crate) fn check_failure(&self) -> Result<()> {
-        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+        let Some(error) = self.failure.get() else { return Ok(()) };
+        if !matches!(error, EngineError::Comm { .. }) {
+            // The others do not know yet, and would wait for this rank.
+            let transport = self.group.transport();
+            transport.fail(&CommError::Peer { rank: transport.rank(), message: error.to_string() });
+        }
+        Err(error.clone())
     }
 
     pub(crate) fn keep_failure(&mut self, result: Result<()>) {

@@ -11,6 +11,7 @@ use crate::Result;
 use crate::config::{Divisor, EngineConfig, NonFinite, UnitId};
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
+use crate::handle::FlatParamHandle;
 use crate::norm::PartialNorm;
 use crate::optimizer::StepUpdate;
 use crate::scale::LossScale;
@@ -41,6 +42,12 @@ impl InBackward {
         let mut states = units.handles().map(|handle| &handle.state_of_update);
         if states.any(|state| !state.factored.is_empty() || !state.matrices.is_empty()) {
             return Err(refusal(WHOLE));
+        }
+        let replicated = |handle: &&FlatParamHandle| handle.is_trainable() && handle.layout().is_replicated();
+        if sharers > 1 && units.handles().any(|handle| replicated(&handle)) {
+            return Err(refusal(
+                "ranks gather the gradients of parameters that they all keep whole (ignored or persistent ones): shard them",
+            ));
         }
         Ok(Some(Self::default()))
     }

@@ -25,6 +25,11 @@ impl Engine {
         if !at.unit.is_root() {
             self.finish_reductions()?;
         }
+        let pre_divisor = self.pre_divisor();
+        if self.units[at].is_deferred() {
+            let resumed = self.units[at].resume_deferred(pre_divisor);
+            return self.comm(resumed);
+        }
         let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let mut buffer = self.comm(taken)?;
@@ -71,7 +76,21 @@ impl Engine {
                 self.take_in(at, buffer, result)?;
             }
         }
+        if let Some(end) = self.end_of_round.take()
+            && !self.diverged
+        {
+            self.diverged = !self.comm(end.agrees())?;
+        }
         Ok(())
+    }
+
+    /// Marks the end of a round among the reductions where the root's does not: so ranks notice that one of them has used
+    /// fewer units, although all it has reduced is alike.
+    pub(crate) fn mark_end_of_round(&mut self) {
+        let root_is_reduced = self.units[UnitId::ROOT].parts.iter().any(FlatParamHandle::is_trainable);
+        if self.reduces_this_round() && !root_is_reduced {
+            self.end_of_round = Some(self.reductions.start_reduce_scatter("end of round", None, 0));
+        }
     }
 
     fn reserve_next_partial(&mut self, at: Place) -> Result<()> {
@@ -129,6 +148,14 @@ impl Engine {
             self.take_in(at, buffer, result)?;
         }
         self.comm(self.reductions.realign(&self.group))
+    }
+
+    /// Drops what a step has summed, after it could not be ended: the next one starts afresh.
+    pub(crate) fn abandon_step(&mut self) {
+        for handle in self.units.handles_mut() {
+            handle.abandon_gradient();
+        }
+        self.phase = Phase::Idle;
     }
 
     /// Whether gradients of the current round travel in it.
@@ -191,7 +218,16 @@ impl Engine {
             Divisor::Custom(divisor) => divisor,
             Divisor::Weights => self.total_weight()?,
         };
-        Ok((denominator * self.scaler.scale() / f64::from(self.pre_divisor())) as f32)
+        let divisor = (denominator * self.scaler.scale() / f64::from(self.pre_divisor())) as f32;
+        if divisor.is_finite() && divisor != 0.0 {
+            return Ok(divisor);
+        }
+        Err(EngineError::Usage(format!(
+            "the gradient of step {} would be divided by {denominator} times a loss scale of {}, which is no f32 above 0; use \
+             another divisor or a smaller loss_scale",
+            self.step,
+            self.scaler.scale()
+        )))
     }
 
     /// The sum of all ranks' weights of this step.

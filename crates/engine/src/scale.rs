@@ -15,6 +15,9 @@ pub enum LossScale {
     Dynamic(DynamicScale),
 }
 
+/// A dynamic scale grows to this at most: gradients that bear more do not need it, and f32 has room above.
+const LARGEST: f64 = 18_446_744_073_709_551_616.0; // 2^64
+
 /// How a dynamic loss scale moves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicScale {
@@ -109,7 +112,7 @@ impl LossScaler {
         if finite {
             self.good_steps += 1;
             if self.good_steps == dynamic.window {
-                self.scale *= dynamic.factor;
+                self.scale = (self.scale * dynamic.factor).min(LARGEST);
                 self.good_steps = 0;
                 self.overflows_left = dynamic.hysteresis;
             }

@@ -6,7 +6,7 @@ mod common;
 use common::{ADAMW, DEADLINE, STRATEGIES, Toy, config, full_params, initial};
 use shardwise_comm::threads;
 use shardwise_core::seed::{SplitMix64, seed_for};
-use shardwise_core::{CarryCounter, RoundAssignment};
+use shardwise_core::{CarryCounter, MixedPrecision, Precision, RoundAssignment};
 use shardwise_engine::{Engine, EngineConfig, ParamStatus, UnitId};
 
 const UNITS: usize = 4;
@@ -39,13 +39,20 @@ fn element_gradient(value: f32, element: usize, m: usize) -> f32 {
     value * 0.3 + (element as f32 * 0.37 + m as f32 * 1.3).sin()
 }
 
+/// Every other micro-batch uses the last unit only, and then its reductions are the beginning of the others'.
+fn prefix(_: u64, m: usize) -> Vec<usize> {
+    if m % 2 == 0 { vec![1, 2] } else { vec![2] }
+}
+
 fn compute(engine: &mut Engine, units: &[usize], m: usize) {
     let units: Vec<UnitId> = units.iter().copied().map(UnitId::unit).collect();
     for unit in &units {
         engine.enter_forward(*unit);
         engine.leave_forward(*unit);
     }
-    write(engine, UnitId::ROOT, m);
+    if !engine.parts(UnitId::ROOT).is_empty() {
+        write(engine, UnitId::ROOT, m);
+    }
     for unit in units.iter().rev() {
         engine.enter_backward(*unit);
         write(engine, *unit, m);
@@ -74,8 +81,17 @@ fn train(
     route: Route,
     config: EngineConfig,
 ) -> Vec<(Vec<Vec<f32>>, Vec<f64>)> {
+    train_toy(&Toy::new(UNITS), (ranks, micro_batches), route, config)
+}
+
+fn train_toy(
+    toy: &Toy,
+    (ranks, micro_batches): (usize, usize),
+    route: Route,
+    config: EngineConfig,
+) -> Vec<(Vec<Vec<f32>>, Vec<f64>)> {
     threads::run(ranks, DEADLINE, |group| {
-        let mut engine = Toy::new(UNITS).engine(group, config);
+        let mut engine = toy.engine(group, config);
         let norms = (1..=4)
             .map(|step| {
                 let schedule = engine.begin_step(micro_batches).expect("idle");
@@ -98,19 +114,24 @@ fn train(
 
 /// One loop over whole parameters, SGD.
 fn reference(ranks: usize, micro_batches: usize, route: Route) -> Vec<Vec<f32>> {
-    let (root, units) = Toy::new(UNITS).layouts(1);
+    reference_toy(&Toy::new(UNITS), ranks, micro_batches, route)
+}
+
+fn reference_toy(toy: &Toy, ranks: usize, micro_batches: usize, route: Route) -> Vec<Vec<f32>> {
+    let (root, units) = toy.layouts(1);
+    let first = usize::from(root.is_empty());
     let layouts: Vec<_> = root.into_iter().chain(units.into_iter().flatten()).collect();
     let id = |i: usize| if i == 0 { UnitId::ROOT } else { UnitId::unit(i - 1) };
     let mut params: Vec<Vec<f32>> = layouts
         .iter()
         .enumerate()
-        .map(|(i, l)| (0..l.numel()).map(|e| initial(id(i), 0, e)).collect())
+        .map(|(i, l)| (0..l.numel()).map(|e| initial(id(i + first), 0, e)).collect())
         .collect();
     for step in 1..=4 {
         let times = |unit: usize, m: usize| {
             if unit == 0 { 1 } else { route(step, m).iter().filter(|u| **u + 1 == unit).count() }
         };
-        for (unit, values) in params.iter_mut().enumerate() {
+        for (unit, values) in params.iter_mut().enumerate().map(|(i, values)| (i + first, values)) {
             if (0..micro_batches).all(|m| times(unit, m) == 0) {
                 continue; // Unused everywhere: no gradient, no update.
             }
@@ -164,6 +185,95 @@ fn ranks_with_different_units_equal_one_loop() {
                     }
                 }
             }
+        }
+    }
+}
+
+fn assert_equal(got: &[Vec<f32>], want: &[Vec<f32>], tolerance: f32, what: &str) {
+    for (unit, (got, want)) in got.iter().zip(want).enumerate() {
+        for (e, (a, b)) in got.iter().zip(want).enumerate() {
+            let same = a.to_bits() == b.to_bits() || (a - b).abs() <= tolerance * b.abs().max(1.0);
+            assert!(same, "{what}, flat parameter {unit}, element {e}: {a} {b}");
+        }
+    }
+}
+
+/// However often ranks branch in a step, over however many units: more operations than an order holds at a time.
+#[test]
+fn branching_has_no_bound() {
+    let sgd =
+        EngineConfig { clip_norm: None, ..config(shardwise_core::ShardingStrategy::FullShard, common::SGD) };
+    let wide: Route = |_, m| if m % 2 == 0 { (0..40).collect() } else { (0..40).rev().step_by(3).collect() };
+    for (toy, route, ranks, micro_batches) in
+        [(Toy::new(UNITS), experts as Route, 2, 40), (Toy::new(40), wide, 2, 4), (Toy::new(40), wide, 4, 8)]
+    {
+        let want = reference_toy(&toy, ranks, micro_batches, route);
+        for (got, _) in train_toy(&toy, (ranks, micro_batches), route, sgd) {
+            assert_equal(&got, &want, 0.0, &format!("{ranks} ranks, {micro_batches} micro-batches"));
+        }
+    }
+}
+
+/// Where the root has nothing to reduce, ranks that have reduced the beginning of what others reduce are noticed all the same;
+/// so are those that have nothing to do in a ragged round.
+#[test]
+fn branching_is_noticed_without_a_root() {
+    let toy = Toy { root: vec![], ..Toy::new(UNITS) };
+    for route in [prefix as Route, anything, experts] {
+        for (ranks, micro_batches) in [(2, 2), (2, 8), (2, 5), (3, 8), (4, 7)] {
+            let want = reference_toy(&toy, ranks, micro_batches, route);
+            for strategy in STRATEGIES {
+                let sgd = EngineConfig { clip_norm: None, ..config(strategy, common::SGD) };
+                for (got, _) in train_toy(&toy, (ranks, micro_batches), route, sgd) {
+                    assert_equal(
+                        &got,
+                        &want,
+                        0.0,
+                        &format!("{strategy}, {ranks} ranks, {micro_batches} micro-batches"),
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// A unit with two backwards in a round in which ranks branch keeps both gradients, in narrow reductions too.
+#[test]
+fn a_second_backward_adds_to_a_gradient_that_is_kept() {
+    let half = MixedPrecision { reduce_dtype: Precision::Bf16, ..MixedPrecision::default() };
+    // By rank, each unit forth and back at once.
+    let used = [vec![1, 0, 0, 2], vec![0, 2, 0, 0]];
+    for (precision, tolerance) in [(MixedPrecision::default(), 1e-6), (half, 0.01)] {
+        let base = config(shardwise_core::ShardingStrategy::FullShard, common::SGD);
+        let config = EngineConfig { clip_norm: None, precision, ..base };
+        let results = threads::run(2, DEADLINE, |group| {
+            let rank = group.rank();
+            let mut engine = Toy::new(UNITS).engine(group, config);
+            let before = full_params(&mut engine);
+            engine.begin_step(2).expect("idle");
+            engine.begin_round().expect("a round");
+            for unit in &used[rank] {
+                let unit = UnitId::unit(*unit);
+                engine.enter_forward(unit);
+                engine.leave_forward(unit);
+                engine.enter_backward(unit);
+                for index in 0..engine.parts(unit)[0].layout().params().len() {
+                    engine.write_gradient(unit, 0, index, |window, overwrite| {
+                        window.iter_mut().for_each(|g| *g = if overwrite { 1.0 } else { *g + 1.0 });
+                    });
+                }
+                engine.leave_backward(unit);
+            }
+            engine.end_round().expect("a round");
+            engine.end_step(0.5).expect("a step");
+            (before, full_params(&mut engine))
+        });
+        for (mut want, got) in results.expect("a world") {
+            for unit in 0..UNITS {
+                let times = used.iter().flatten().filter(|u| **u == unit).count();
+                want[unit + 1].iter_mut().for_each(|p| *p -= 0.5 * times as f32 / 2.0);
+            }
+            assert_equal(&got, &want, tolerance, &format!("{precision:?}"));
         }
     }
 }

@@ -232,3 +232,39 @@ fn the_report_says_whether_the_gradient_was_clipped() {
         }
     }
 }
+
+/// A step that cannot be ended, because its weights add up to nothing, is dropped: the next one is a step like any other.
+#[test]
+fn a_step_that_cannot_be_ended_is_dropped() {
+    let config = EngineConfig { divisor: Divisor::Weights, ..sgd() };
+    let run = |broken: bool| {
+        threads::run(2, DEADLINE, move |group| {
+            let mut engine = engine(group, config);
+            if broken {
+                let error = step(&mut engine, 7.0, 0.0).expect_err("no weights").to_string();
+                assert!(error.contains("add up to 0"), "{error}");
+            }
+            step(&mut engine, 3.0, 2.0).expect("a step");
+            full_params(&mut engine)
+        })
+        .expect("a world")
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// A loss scale that grows without an overflow stops before the divisor leaves f32; a divisor beyond it is refused.
+#[test]
+fn no_divisor_leaves_f32() {
+    let dynamic = DynamicScale { initial: 1e18, window: 1, factor: 1e6, ..DynamicScale::default() };
+    let config = EngineConfig { loss_scale: LossScale::Dynamic(dynamic), ..sgd() };
+    let run = |group| {
+        let mut engine = engine(group, config);
+        for _ in 0..5 {
+            let report = step(&mut engine, 1e-20, 1.0).expect("a step");
+            assert!(report.grad_norm > 0.0 && report.loss_scale <= 2f64.powi(64), "{report:?}");
+        }
+    };
+    threads::run(2, DEADLINE, run).expect("a world");
+    let huge = EngineConfig { divisor: Divisor::Custom(1e39), ..sgd() };
+    assert!(huge.check().expect_err("no f32").to_string().contains("divisor"));
+}

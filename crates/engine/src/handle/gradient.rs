@@ -1,6 +1,6 @@
 //! A flat parameter's gradient: written by its parameters, lent, summed by part, and used up by the update.
 
-use shardwise_comm::codec::{pack, round};
+use shardwise_comm::codec::{pack, round, unpack};
 use shardwise_comm::{CommError, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
 use shardwise_core::{Purpose, ShardMetadata};
 
@@ -95,6 +95,29 @@ impl FlatParamHandle {
             },
             other => other,
         };
+    }
+
+    /// Whether a gradient is kept until the end of the round.
+    pub(crate) fn is_deferred(&self) -> bool {
+        matches!(self.gradient, GradientState::Deferred(_))
+    }
+
+    /// Goes on writing to the gradient that is kept: the unit has another backward in the round.
+    pub(crate) fn resume_deferred(&mut self, pre_divisor: f32) -> Result<(), CommError> {
+        let Some(mut buffer) = self.take_deferred() else { return Ok(()) };
+        unpack(buffer.writable()?, self.layout.padded_numel(), pre_divisor, self.precision.reduce_dtype);
+        let written = vec![true; self.layout.params().len()];
+        self.gradient = GradientState::Writing { buffer, written };
+        Ok(())
+    }
+
+    /// Drops whatever has been summed.
+    pub(crate) fn abandon_gradient(&mut self) {
+        // Buffers that peers might still read are given up with an error; the world has failed then.
+        if let Ok(Some(sum)) = self.partials.finish() {
+            self.partials.give_back(sum);
+        }
+        self.discard_gradient();
     }
 
     /// Takes the gradient that was kept until the end of the round.
