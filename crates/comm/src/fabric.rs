@@ -5,8 +5,8 @@
 //! sums) them when it needs the result. Waiting is a brief spin, then a futex on the word of the rank waited for.
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::Timespec;
@@ -35,7 +35,7 @@ pub(crate) struct Fabric {
     store: Arc<SharedMemory>,
     deadline: Duration,
     liveness: Option<Liveness>,
-    next_channel: AtomicUsize,
+    channels: Mutex<Vec<Option<u64>>>,
     spins: usize,
 }
 
@@ -74,7 +74,8 @@ impl Fabric {
             store,
             deadline,
             liveness: None,
-            next_channel: AtomicUsize::new(1),
+            // The first is that of all ranks.
+            channels: Mutex::new((0..CHANNELS).map(|id| (id > 0).then_some(0)).collect()),
             spins,
         };
         fabric.board.cell(rank).pid.store(std::process::id(), Ordering::Release);
@@ -315,12 +316,22 @@ impl Transport for Fabric {
         self.board.failure()
     }
 
-    fn next_channel(&self) -> usize {
-        self.next_channel.load(Ordering::Relaxed)
+    fn free_channels(&self) -> Vec<Option<u64>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn reserve_channels(&self, next: usize) {
-        self.next_channel.fetch_max(next.min(CHANNELS), Ordering::Relaxed);
+    fn take_channel(&self, id: usize) {
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(channel) = channels.get_mut(id) {
+            *channel = None;
+        }
+    }
+
+    fn give_channel(&self, id: usize, next: u64) {
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(channel) = channels.get_mut(id) {
+            *channel = Some(next);
+        }
     }
 }
 

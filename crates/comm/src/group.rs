@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use shardwise_core::Precision;
 
 use crate::Result;
-use crate::board::CHANNELS;
+use crate::board::{CHANNELS, SLOTS};
 use crate::buffer::SharedBuffer;
 use crate::error::CommError;
 use crate::fingerprint::{Fingerprint, OpKind, Wire};
@@ -40,6 +40,29 @@ pub struct ProcessGroup {
     transport: Arc<dyn Transport>,
     channel: Arc<Channel>,
     staging: Arc<Mutex<Option<SharedBuffer>>>,
+    /// The right to the channel's number; the group of all ranks needs none.
+    lease: Option<Arc<Lease>>,
+}
+
+/// What a rank that uses a channel says of it when it splits a group.
+const IN_USE: u64 = u64::MAX;
+
+/// A channel number in use: given back with the last handle of the group.
+#[derive(Debug)]
+struct Lease {
+    transport: Arc<dyn Transport>,
+    channel: Arc<Channel>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let next = self.channel.upcoming();
+        let mut last = next.saturating_sub(SLOTS as u64)..next;
+        // A number whose last operations peers may still look at stays in use.
+        if last.all(|seq| self.transport.is_released(&self.channel, seq)) {
+            self.transport.give_channel(self.channel.id(), next);
+        }
+    }
 }
 
 impl ProcessGroup {
@@ -50,7 +73,7 @@ impl ProcessGroup {
     }
 
     fn over(transport: Arc<dyn Transport>, channel: Channel) -> Self {
-        Self { transport, channel: Arc::new(channel), staging: Arc::default() }
+        Self { transport, channel: Arc::new(channel), staging: Arc::default(), lease: None }
     }
 
     /// This rank's place in the group.
@@ -426,21 +449,24 @@ impl ProcessGroup {
     /// # Errors
     /// When a peer is lost or late, or the world has no group left to give.
     pub fn split(&self, color: u64, key: u64) -> Result<ProcessGroup> {
-        let mut own = [0u8; 24];
-        own[..8].copy_from_slice(&color.to_le_bytes());
-        own[8..16].copy_from_slice(&key.to_le_bytes());
-        own[16..].copy_from_slice(&(self.transport.next_channel() as u64).to_le_bytes());
+        // A rank's own key, then the state of every channel that it knows.
+        let mut own = Vec::with_capacity((2 + CHANNELS) * size_of::<u64>());
+        own.extend([color, key].into_iter().flat_map(u64::to_le_bytes));
+        let channels = self.transport.free_channels();
+        own.extend(channels.iter().flat_map(|next| next.unwrap_or(IN_USE).to_le_bytes()));
         let all = self.all_gather_bytes("split", &own)?;
         let word = |bytes: &[u8], at: usize| {
-            bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+            bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(IN_USE, u64::from_le_bytes)
         };
-        // One number beyond all that any member has in use, and the same for every color: groups of different colors have
-        // no member in common, so they may share it.
-        let id = all.iter().map(|b| word(b, 16) as usize).max().unwrap_or(0);
-        self.check(id < CHANNELS, || {
-            format!("a world can hold {CHANNELS} groups at a time, and all are in use")
-        })?;
-        self.transport.reserve_channels(id + 1);
+        // The first number that no member uses, and the same for every color: groups of different colors have no member in
+        // common, so they may share it. Its operations go on where those of earlier groups have ended.
+        let next_of = |id: usize| all.iter().map(|b| word(b, 16 + 8 * id)).max().unwrap_or(IN_USE);
+        let found = (0..channels.len()).map(|id| (id, next_of(id))).find(|(_, next)| *next != IN_USE);
+        let Some((id, next)) = found else {
+            let message = format!("a world can hold {CHANNELS} groups at a time, and all are in use");
+            return Err(CommError::Usage { rank: self.transport.rank(), message });
+        };
+        self.transport.take_channel(id);
         let mut members: Vec<(u64, usize)> = all
             .iter()
             .enumerate()
@@ -450,7 +476,14 @@ impl ProcessGroup {
         members.sort_unstable();
         let index = members.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
         let world_ranks = members.iter().map(|(_, rank)| self.channel.members()[*rank]).collect();
-        Ok(Self::over(self.transport.clone(), Channel::new(id, world_ranks, index)))
+        let channel = Channel::from(id, world_ranks, index, next);
+        // Peers must not wait for what this rank has left out.
+        let left_out = channels[id].unwrap_or(next).max(next.saturating_sub(SLOTS as u64))..next;
+        left_out.for_each(|seq| self.transport.finish(&channel, seq));
+        let mut group = Self::over(self.transport.clone(), channel);
+        group.lease =
+            Some(Arc::new(Lease { transport: group.transport.clone(), channel: group.channel.clone() }));
+        Ok(group)
     }
 
     fn check(&self, right: bool, message: impl FnOnce() -> String) -> Result<()> {

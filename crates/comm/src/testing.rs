@@ -213,11 +213,15 @@ impl Transport for Probed {
         self.inner.failure()
     }
 
-    fn next_channel(&self) -> usize {
-        self.inner.next_channel()
+    fn free_channels(&self) -> Vec<Option<u64>> {
+        self.inner.free_channels()
     }
 
-    fn reserve_channels(&self, next: usize) {
-        self.inner.reserve_channels(next);
+    fn take_channel(&self, id: usize) {
+        self.inner.take_channel(id);
+    }
+
+    fn give_channel(&self, id: usize, next: u64) {
+        self.inner.give_channel(id, next);
     }
 }

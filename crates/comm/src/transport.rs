@@ -26,7 +26,12 @@ pub struct Channel {
 
 impl Channel {
     pub(crate) fn new(id: usize, members: Vec<usize>, index: usize) -> Self {
-        Self { id, members, index, next: AtomicU64::new(0) }
+        Self::from(id, members, index, 0)
+    }
+
+    /// A channel whose first operation has the number `next`: earlier ones were those of another group.
+    pub(crate) fn from(id: usize, members: Vec<usize>, index: usize, next: u64) -> Self {
+        Self { id, members, index, next: AtomicU64::new(next) }
     }
 
     /// The channel's number in the world.
@@ -174,9 +179,13 @@ pub trait Transport: Send + Sync + Debug {
     /// The failure that ended the world, if any.
     fn failure(&self) -> Option<CommError>;
 
-    /// Reserves channel numbers: the first that this rank has not seen in use.
-    fn next_channel(&self) -> usize;
+    /// By channel number: the least sequence number that this rank's next operation in such a channel may have, or `None`
+    /// while a group uses it.
+    fn free_channels(&self) -> Vec<Option<u64>>;
 
-    /// Notes that channel numbers below `next` are in use.
-    fn reserve_channels(&self, next: usize);
+    /// Notes that a group uses the channel.
+    fn take_channel(&self, id: usize);
+
+    /// Notes that no group of this rank uses the channel any more; its operations have had numbers below `next`.
+    fn give_channel(&self, id: usize, next: u64);
 }

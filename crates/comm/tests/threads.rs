@@ -355,3 +355,28 @@ fn different_orders_can_be_noticed_and_left_behind() {
     })
     .expect("a world");
 }
+
+/// Channel numbers are used again once the groups that had them are gone, by all members or by some of them with others.
+#[test]
+fn groups_come_and_go() {
+    threads::run(4, DEADLINE, |world| {
+        let mut kept = Vec::new();
+        for turn in 0..300u64 {
+            let halves = world.split(world.rank() as u64 / 2 + turn % 2, 0).expect("a number is free again");
+            // Groups go on for different times, so that their numbers have different pasts.
+            for _ in 0..(turn * 7 + halves.members()[0] as u64) % 40 {
+                exercise(&halves, 3, turn);
+            }
+            world.barrier("turn").expect("all");
+            if turn % 100 == 0 {
+                kept.push(halves);
+            } else {
+                let pair = halves.split(0, world.rank() as u64).expect("a group of a group");
+                exercise(&pair, 5, turn);
+                world.barrier("pair").expect("all");
+            }
+        }
+        kept.iter().for_each(|group| exercise(group, 9, 1));
+    })
+    .expect("a world");
+}
