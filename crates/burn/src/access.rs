@@ -138,7 +138,7 @@ impl<M: Module> ShardedModel<M> {
     /// The same on all ranks: a path or unit that does not exist, lists that differ, a parameter that a write scope holds;
     /// and when communication fails.
     pub fn gather(&self, which: Which<'_>) -> Result<Gathered<'_, M>, ShardError> {
-        let ask = Ask { which, modifier_rank: None, keep: true, with_grads: false, call: "gather" };
+        let ask = Ask { which, modifier_rank: None, options: SummonOptions::default(), call: "gather" };
         self.open_scope(ask)
     }
 
@@ -154,7 +154,7 @@ impl<M: Module> ShardedModel<M> {
         modifier_rank: usize,
     ) -> Result<GatheredMut<'_, M>, ShardError> {
         let modifier_rank = Some(modifier_rank);
-        let ask = Ask { which, modifier_rank, keep: true, with_grads: false, call: "gather_mut" };
+        let ask = Ask { which, modifier_rank, options: SummonOptions::default(), call: "gather_mut" };
         self.open_scope(ask).map(GatheredMut)
     }
 
@@ -162,16 +162,12 @@ impl<M: Module> ShardedModel<M> {
     /// edits are lost. A collective, and with `writeback` its end too.
     ///
     /// # Errors
-    /// As [`ShardedModel::gather_mut`]; and when `rank0_only` and `writeback` are both asked for.
+    /// As [`ShardedModel::gather_mut`]; and when options differ, or `rank0_only` and `writeback` are both asked for.
     pub fn summon_full_params(&self, options: SummonOptions) -> Result<GatheredMut<'_, M>, ShardError> {
-        if options.rank0_only && options.writeback {
-            return Err(ShardError::Rank0OnlyWriteback);
-        }
         let ask = Ask {
             which: Which::All,
             modifier_rank: options.writeback.then_some(0),
-            keep: !options.rank0_only || self.group().rank() == 0,
-            with_grads: options.with_grads,
+            options,
             call: "summon_full_params",
         };
         self.open_scope(ask).map(GatheredMut)
@@ -221,6 +217,7 @@ impl<M: Module> ShardedModel<M> {
             Request {
                 call: ask.call,
                 modifier_rank: ask.modifier_rank,
+                options: ask.options,
                 paths: keys.iter().map(path).collect(),
                 overlaps: self.scopes.overlaps(&keys, writes).iter().map(path).collect(),
                 problem,
@@ -236,6 +233,9 @@ impl<M: Module> ShardedModel<M> {
 
     /// The parameters that are asked for, each once, in the model's order.
     fn select(&self, ask: Ask<'_>) -> Result<Vec<ParamKey>, ShardError> {
+        if ask.options.rank0_only && ask.options.writeback {
+            return Err(ShardError::Rank0OnlyWriteback);
+        }
         let ranks = self.group().size();
         if let Some(rank) = ask.modifier_rank.filter(|rank| *rank >= ranks) {
             return Err(ShardError::NoSuchRank { call: ask.call, rank, ranks });
@@ -264,9 +264,7 @@ impl<M: Module> ShardedModel<M> {
 struct Ask<'a> {
     which: Which<'a>,
     modifier_rank: Option<usize>,
-    /// Whether this rank holds the values.
-    keep: bool,
-    with_grads: bool,
+    options: SummonOptions,
     call: &'static str,
 }
 
@@ -346,6 +344,7 @@ impl<M: Module> Gathered<'_, M> {
 
     /// Copies the values, and the gradients if they are asked for, from one gathered unit after another.
     fn fill(&mut self, ask: Ask<'_>) -> Result<(), ShardError> {
+        let keep = !ask.options.rank0_only || self.model.group().rank() == 0;
         let mut engine = self.model.engine.lock();
         let mut units: Vec<_> = self.params.iter().map(|held| held.key.unit).collect();
         units.dedup();
@@ -353,14 +352,13 @@ impl<M: Module> Gathered<'_, M> {
             let params = &mut self.params;
             let mut part = 0;
             engine.with_full_params(unit, |layout, flat| {
-                let own = params.iter_mut().filter(|h| (h.key.unit, h.key.part) == (unit, part) && ask.keep);
+                let own = params.iter_mut().filter(|h| (h.key.unit, h.key.part) == (unit, part) && keep);
                 own.for_each(|h| h.values = Some(flat[layout.params()[h.key.index].range()].to_vec()));
                 part += 1;
             })?;
-            if ask.with_grads {
+            if ask.options.with_grads {
                 engine.with_full_gradients(unit, |part, layout, flat| {
-                    let own =
-                        params.iter_mut().filter(|h| (h.key.unit, h.key.part) == (unit, part) && ask.keep);
+                    let own = params.iter_mut().filter(|h| (h.key.unit, h.key.part) == (unit, part) && keep);
                     own.for_each(|h| h.gradient = Some(flat[layout.params()[h.key.index].range()].to_vec()));
                 })?;
             }

@@ -2,6 +2,7 @@
 
 use shardwise_comm::ProcessGroup;
 
+use crate::access::SummonOptions;
 use crate::error::ShardError;
 
 const FIELD: char = '\u{1f}';
@@ -11,6 +12,7 @@ const ITEM: char = '\u{1e}';
 pub(crate) struct Request {
     pub(crate) call: &'static str,
     pub(crate) modifier_rank: Option<usize>,
+    pub(crate) options: SummonOptions,
     pub(crate) paths: Vec<String>,
     /// Parameters that an open scope of this rank holds.
     pub(crate) overlaps: Vec<String>,
@@ -48,9 +50,8 @@ impl Asked {
 /// On all ranks alike: a problem of any rank, requests that differ, or parameters that are held already.
 pub(crate) fn agree(group: &ProcessGroup, request: Request) -> Result<(), ShardError> {
     let items = |list: &[String]| list.iter().map(|item| format!("{item}{ITEM}")).collect::<String>();
-    let modifier = request.modifier_rank.map(|rank| format!(" with modifier_rank {rank}"));
     let text = [
-        format!("{}{}", request.call, modifier.unwrap_or_default()),
+        what(&request),
         items(&request.paths),
         items(&request.overlaps),
         request.problem.as_ref().map(ToString::to_string).unwrap_or_default(),
@@ -85,6 +86,22 @@ pub(crate) fn agree(group: &ProcessGroup, request: Request) -> Result<(), ShardE
     let held = |path: &&String| all.iter().any(|asked| asked.overlaps.contains(path));
     let paths = all[0].paths.iter().filter(held).cloned().collect();
     Err(ShardError::ScopeOverlap { call: request.call, paths, ranks: holders })
+}
+
+/// The call with its settings: what decides which collectives follow.
+fn what(request: &Request) -> String {
+    let SummonOptions { writeback, rank0_only, with_grads } = request.options;
+    let set = |is_set: bool, name: &str| is_set.then(|| name.to_string());
+    let settings = [
+        request.modifier_rank.map(|rank| format!("modifier_rank {rank}")),
+        set(writeback, "writeback"),
+        set(rank0_only, "rank0_only"),
+        set(with_grads, "with_grads"),
+    ];
+    match settings.into_iter().flatten().collect::<Vec<_>>() {
+        none if none.is_empty() => request.call.to_string(),
+        settings => format!("{} with {}", request.call, settings.join(", ")),
+    }
 }
 
 /// The call, and the first parameter that the other rank did not ask for.

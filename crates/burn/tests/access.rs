@@ -409,3 +409,42 @@ fn under_mixed_precision_a_scope_is_of_the_masters() {
         assert!(differs[0], "{strategy}: the edit shows");
     }
 }
+
+/// Options decide which collectives follow, so ranks agree on them before: a difference or a refusal is a typed error on
+/// every rank, and the ranks stay together.
+#[test]
+fn ranks_agree_on_options_too() {
+    world(3, |group| {
+        let rank = group.rank();
+        let mut model = sharded(group, ShardingStrategy::FullShard);
+        step(&mut model, 0, Net::loss);
+        let plain = SummonOptions::default();
+        for other in [
+            SummonOptions { with_grads: true, ..plain },
+            SummonOptions { rank0_only: true, ..plain },
+            SummonOptions { writeback: true, ..plain },
+        ] {
+            let options = if rank == 0 { other } else { plain };
+            let error = model.summon_full_params(options).map(drop).expect_err("they differ");
+            assert!(matches!(error, ShardError::ScopesDiffer { ranks: [0, 1], .. }), "{error}");
+            let text = error.to_string();
+            let names = ["with_grads", "rank0_only", "writeback"];
+            assert!(names.iter().any(|name| text.contains(name)), "{text}");
+        }
+        // A combination that is refused on one rank.
+        let refused = SummonOptions { rank0_only: true, writeback: true, ..plain };
+        let options = if rank == 1 { refused } else { plain };
+        let error = model.summon_full_params(options).map(drop).expect_err("refused");
+        match rank {
+            1 => assert_eq!(error, ShardError::Rank0OnlyWriteback),
+            _ => assert!(matches!(error, ShardError::ScopeOfPeer { rank: 1, .. }), "{error}"),
+        }
+        let error = model.summon_full_params(refused).map(drop).expect_err("refused");
+        assert_eq!(error, ShardError::Rank0OnlyWriteback);
+        let options = SummonOptions { with_grads: true, ..plain };
+        assert!(
+            model.summon_full_params(options).expect("the same").gradient(WEIGHT).expect("held").is_some()
+        );
+        step(&mut model, 1, Net::loss);
+    });
+}
