@@ -25,7 +25,8 @@ use crate::wrap::{Keep, Wrapping};
 /// # Errors
 /// When the module's parameters cannot be sharded.
 pub fn model_layouts<M: Module>(module: &M, world_size: usize) -> Result<Vec<FlatLayout>, ShardError> {
-    let (root, units) = layouts(&Found::in_module(module, &Wrapping::default())?, world_size)?;
+    let found = Found::in_module(module, &Wrapping::default(), HashMap::new())?;
+    let (root, units) = layouts(&found, world_size)?;
     Ok(root.into_iter().chain(units.into_iter().flatten()).collect())
 }
 

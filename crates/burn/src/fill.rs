@@ -40,9 +40,9 @@ struct Fill<'a> {
 }
 
 impl Fill<'_> {
-    /// Whether to go on: where ranks send each other values, all do until the end.
+    /// Whether to go on: where ranks send each other values, or gather what has been partitioned, all do until the end.
     fn goes_on(&self) -> bool {
-        self.error.is_none() || self.values.travel()
+        self.error.is_none() || self.values.travel() || !self.kept.is_empty()
     }
 
     fn note<T>(&mut self, result: Result<T, ShardError>) -> Option<T> {
@@ -94,7 +94,7 @@ impl ModuleMapper for Fill<'_> {
         let (id, path, places) = (param.id, self.left_alone(), self.places);
         let Some(place) = places.get(&id) else {
             // One that is left alone keeps its value, or takes rank 0's.
-            let value = self.values.initial(&param, &path).and_then(|value| self.values.shared(value, &path));
+            let value = self.values.initial_shared(&param, &path);
             return match self.note(value) {
                 Some(value) => Param::initialized(id, value.without_autodiff()),
                 None => param,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ParamId};
 use shardwise_comm::ProcessGroup;
-use shardwise_core::FlatLayout;
+use shardwise_core::{DType, FlatLayout};
 use shardwise_engine::{Engine, ParamGroups};
 
 use crate::assemble::{describe, layouts, link_units, places, root_leaves};
@@ -28,6 +28,15 @@ pub struct Init {
     initial_values: InitialValues,
     source_only: bool,
     groups: ParamGroups,
+}
+
+/// What is known of parameters that are in shards already when a module is taken apart.
+#[derive(Debug, Default)]
+pub(crate) struct Before {
+    /// Their types; what stands in their places does not show them.
+    pub(crate) dtypes: HashMap<ParamId, DType>,
+    /// Those that have been partitioned by themselves.
+    pub(crate) kept: HashMap<ParamId, Kept>,
 }
 
 impl Init {
@@ -125,7 +134,7 @@ impl Init {
         module: M,
         source: &dyn ParamSource,
     ) -> Result<ShardedModel<M>, ShardError> {
-        self.shard_with(group, module, source, &HashMap::new())
+        self.shard_with(group, module, source, &Before::default())
     }
 
     /// The same for values that are known to be equal on all ranks.
@@ -141,15 +150,15 @@ impl Init {
         self.wrapping.ignored(path)
     }
 
-    /// As [`Init::shard`]; `kept` are the parameters that have been partitioned before.
+    /// As [`Init::shard`], for a module of which a part has been in shards `before`.
     pub(crate) fn shard_with<M: Module>(
         &self,
         group: ProcessGroup,
         module: M,
         source: &dyn ParamSource,
-        kept: &HashMap<ParamId, Kept>,
+        before: &Before,
     ) -> Result<ShardedModel<M>, ShardError> {
-        let mut found = Found::in_module(&module, &self.wrapping)?;
+        let mut found = Found::in_module(&module, &self.wrapping, before.dtypes.clone())?;
         let (root, units) = layouts(&found, self.config.engine.shard_group_size(group.size())?)?;
         let all = || root.iter().chain(units.iter().flatten());
         let mut settings = describe(all(), &self.config);
@@ -157,8 +166,9 @@ impl Init {
         group.check_agreement("models", &settings)?;
         let mut engine = Engine::with_groups(group.clone(), root, units, self.config.engine, &self.groups)?;
         let places = places(&found, &engine);
-        let (evaluation, slots) =
-            walk::renew_slots(|| fill(module, &mut engine, &places, self.values(&group, source), kept));
+        let (evaluation, slots) = walk::renew_slots(|| {
+            fill(module, &mut engine, &places, self.values(&group, source), &before.kept)
+        });
         let evaluation = evaluation?;
         found.take_slots(&slots);
         let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use burn::module::ParamId;
-use shardwise_core::{FlatLayout, ParamInfo};
+use shardwise_core::{DType, FlatLayout, ParamInfo};
 use shardwise_engine::{Engine, UnitId};
 
 use crate::error::ShardError;
@@ -62,6 +62,11 @@ impl Params {
         self.by_id.get(&id).copied()
     }
 
+    /// The types of the module's parameters.
+    pub(crate) fn dtypes(&self) -> HashMap<ParamId, DType> {
+        self.by_id.iter().map(|(id, key)| (*id, self.layout(*key).dtype())).collect()
+    }
+
     /// All of them.
     pub(crate) fn all(&self) -> Vec<ParamKey> {
         self.units.iter().flat_map(|(unit, parts)| keys(*unit, parts)).collect()
@@ -82,9 +87,17 @@ impl Params {
     /// # Panics
     /// When the key is another model's.
     pub(crate) fn info(&self, key: ParamKey) -> &ParamInfo {
-        let unit = self.units.iter().find(|(unit, _)| *unit == key.unit);
-        match unit.and_then(|(_, parts)| parts.get(key.part)).and_then(|p| p.params().get(key.index)) {
+        match self.layout(key).params().get(key.index) {
             Some(info) => info,
+            None => unreachable!("keys come from this table: {key:?}"),
+        }
+    }
+
+    /// The flat parameter that it is part of.
+    fn layout(&self, key: ParamKey) -> &FlatLayout {
+        let unit = self.units.iter().find(|(unit, _)| *unit == key.unit);
+        match unit.and_then(|(_, parts)| parts.get(key.part)) {
+            Some(layout) => layout,
             None => unreachable!("keys come from this table: {key:?}"),
         }
     }

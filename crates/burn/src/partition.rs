@@ -10,10 +10,11 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use shardwise_comm::ProcessGroup;
+use shardwise_core::DType;
 use shardwise_engine::FlatView;
 
 use crate::error::ShardError;
-use crate::init::Init;
+use crate::init::{Before, Init};
 use crate::model::ShardedModel;
 use crate::source::ParamSource;
 use crate::unit::{constant, from_primitive};
@@ -26,18 +27,20 @@ use crate::wrap::Ignored;
 #[derive(Debug)]
 pub(crate) struct Kept {
     numel: usize,
+    /// What the values were given in; they are kept in f32, which holds them exactly.
+    dtype: DType,
     shard: Vec<f32>,
     /// A window onto nothing: shape and type are there, and reading it is noticed.
     view: ParamView,
 }
 
 impl Kept {
-    fn of(whole: &[f32], group: &ProcessGroup, view: ParamView) -> Self {
+    fn of(whole: &[f32], dtype: DType, group: &ProcessGroup, view: ParamView) -> Self {
         let part = whole.len().div_ceil(group.size());
         let mut shard = vec![0.0; part];
         let mine = (group.rank() * part).min(whole.len())..((group.rank() + 1) * part).min(whole.len());
         shard[..mine.len()].copy_from_slice(&whole[mine]);
-        Self { numel: whole.len(), shard, view }
+        Self { numel: whole.len(), dtype, shard, view }
     }
 
     /// What takes the place of `param`: trained or frozen as it is.
@@ -92,7 +95,7 @@ impl InitContext {
     /// collective.
     ///
     /// # Errors
-    /// When values cannot be had on any rank, or are not f32 on Burn's CPU backend with autodiff.
+    /// When values cannot be had on any rank, or are not f32, bf16 or f16 on Burn's CPU backend with autodiff.
     pub fn partition<M: Module>(
         &mut self,
         prefix: &str,
@@ -126,7 +129,8 @@ impl InitContext {
     ) -> Result<ShardedModel<M>, ShardError> {
         let read = self.failure.get().map(|error| ShardError::Engine(error.clone()));
         self.init.values(&self.group, source).agree(read)?;
-        self.init.shard_with(self.group, module, source, &self.kept)
+        let dtypes = self.kept.iter().map(|(id, kept)| (*id, kept.dtype)).collect();
+        self.init.shard_with(self.group, module, source, &Before { dtypes, kept: self.kept })
     }
 }
 
@@ -144,16 +148,30 @@ struct Partition<'a> {
 impl Partition<'_> {
     fn partition<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Result<Kept, ShardError> {
         let path = self.path.join(".");
-        let device = param.lazy_device();
-        if device.clone().without_autodiff() != Device::flex() || !device.is_autodiff() {
-            return Err(ShardError::Device { path, device: format!("{device:?}") });
+        let (shape, dtype) = (param.lazy_shape().as_slice().to_vec(), walk::dtype_of(param));
+        let allowed = check(&path, &param.lazy_device(), dtype);
+        if !self.values.travel() {
+            allowed.clone()?;
         }
-        let shape = param.lazy_shape().as_slice().to_vec();
-        let whole = self.values.whole(param, &path, &shape)?;
+        // Ranks that send each other values all do, also where the parameter is then refused.
+        let whole = self.values.whole(param, &path, &shape);
+        let whole = allowed.and(whole)?;
         let nowhere = Arc::new(FlatView::new("a partitioned module", whole.len()));
         let view = ParamView::new(&nowhere, 0..whole.len(), &path, &shape, self.failure);
-        Ok(Kept::of(&whole, self.values.group(), view))
+        Ok(Kept::of(&whole, dtype, self.values.group(), view))
     }
+}
+
+/// Whether a parameter can be partitioned.
+fn check(path: &str, device: &Device, dtype: DType) -> Result<(), ShardError> {
+    let path = path.to_string();
+    if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        return Err(ShardError::Type { path, dtype });
+    }
+    if device.clone().without_autodiff() != Device::flex() || !device.is_autodiff() {
+        return Err(ShardError::Device { path, device: format!("{device:?}") });
+    }
+    Ok(())
 }
 
 impl ModuleMapper for Partition<'_> {

@@ -9,6 +9,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 
 use crate::error::ShardError;
+use crate::init::Before;
 use crate::model::ShardedModel;
 use crate::source::ParamSource;
 use crate::walk;
@@ -29,7 +30,8 @@ impl<M: Module> ShardedModel<M> {
         let mut retrain = Retrain { model: self, trained };
         let (module, _) = walk::renew_slots(|| self.evaluation().clone().map(&mut retrain));
         let init = self.init().trusting_values();
-        let new = init.shard(self.group().clone(), module, &Later)?;
+        let before = Before { dtypes: self.params.dtypes(), ..Before::default() };
+        let new = init.shard_with(self.group().clone(), module, &Later, &before)?;
         {
             let mut old = self.engine.lock();
             let mut engine = new.engine.lock();
@@ -50,6 +52,8 @@ impl<M: Module> ShardedModel<M> {
             result?;
             engine.continue_from(&mut old);
         }
+        // What a peer still reads of the old shards would stay in memory until the world ends.
+        self.group().barrier("set_trainable")?;
         self.replace_with(new);
         Ok(())
     }

@@ -10,7 +10,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
 use shardwise_comm::ProcessGroup;
 use shardwise_core::seed::SplitMix64;
-use shardwise_core::seed_for;
+use shardwise_core::{DType, seed_for};
 
 use crate::error::ShardError;
 use crate::source::ParamSource;
@@ -133,6 +133,10 @@ impl<'a> Values<'a> {
             let (path, stored, used) = (path.to_string(), shape.to_vec(), value.dims().to_vec());
             return Err(ShardError::Transposed { path, stored, used });
         }
+        // What is narrower than f32 passes through it unchanged.
+        if value.dtype() == burn::tensor::DType::F64 {
+            return Err(ShardError::Type { path: path.to_string(), dtype: DType::F64 });
+        }
         let data = value.into_data().convert::<f32>();
         let values = data
             .as_slice::<f32>()
@@ -161,11 +165,7 @@ impl<'a> Values<'a> {
     }
 
     /// The module's own value, drawn for `path` if there is none yet.
-    pub(crate) fn initial<const D: usize>(
-        &self,
-        param: &Param<Tensor<D>>,
-        path: &str,
-    ) -> Result<Tensor<D>, ShardError> {
+    fn initial<const D: usize>(&self, param: &Param<Tensor<D>>, path: &str) -> Result<Tensor<D>, ShardError> {
         let _turn = INITIALISING.lock().unwrap_or_else(PoisonError::into_inner);
         param.lazy_device().seed(seed_for(self.seed, path));
         // A module that must be loaded has initialisers that panic.
@@ -175,7 +175,26 @@ impl<'a> Values<'a> {
         })
     }
 
-    /// The value of a parameter that is left alone, rank 0's if the policy says so.
+    /// The module's own value of a parameter that is left alone, rank 0's if the policy says so.
+    pub(crate) fn initial_shared<const D: usize>(
+        &mut self,
+        param: &Param<Tensor<D>>,
+        path: &str,
+    ) -> Result<Tensor<D>, ShardError> {
+        let (shape, device) = (param.lazy_shape(), param.lazy_device());
+        match self.initial(param, path) {
+            Ok(value) => self.shared(value, path),
+            Err(error) => {
+                // As in `whole`: the others wait for this rank, and learn of its failure in the end.
+                if self.travel() {
+                    self.shared(Tensor::<D>::zeros(shape, &device), path)?;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// The value of something that is left alone, rank 0's if the policy says so.
     pub(crate) fn shared<const D: usize, K: Basic>(
         &mut self,
         value: Tensor<D, K>,

@@ -113,12 +113,17 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Walks over `module` without initialising anything, and decides what is a unit and who owns what.
+    /// Walks over `module` without initialising anything, and decides what is a unit and who owns what. `dtypes` are the
+    /// types of parameters that were taken into shards before: what stands in their places is f32, whatever they were.
     ///
     /// # Errors
     /// When `wrapping` does not fit the module.
-    pub(crate) fn in_module<M: Module>(module: &M, wrapping: &Wrapping) -> Result<Self, ShardError> {
-        let mut walker = Walker::default();
+    pub(crate) fn in_module<M: Module>(
+        module: &M,
+        wrapping: &Wrapping,
+        dtypes: HashMap<ParamId, DType>,
+    ) -> Result<Self, ShardError> {
+        let mut walker = Walker { dtypes, ..Walker::default() };
         module.visit(&mut walker);
         let mut found = walker.found;
         wrapping.apply(&mut found)?;
@@ -145,6 +150,8 @@ pub(crate) fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
 #[derive(Default)]
 struct Walker {
     found: Found,
+    /// Of the parameters whose types are known without a look at them.
+    dtypes: HashMap<ParamId, DType>,
     path: Vec<String>,
     /// The type that holds each name of the path.
     containers: Vec<String>,
@@ -210,7 +217,7 @@ impl ModuleVisitor for Walker {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let dtype = if param.is_initialized() { float_dtype(param.val().dtype()) } else { DType::F32 };
+        let dtype = self.dtypes.get(&param.id).copied().unwrap_or_else(|| dtype_of(param));
         let kind = (dtype, requires_grad(param));
         self.push(param.id, param.lazy_shape().as_slice(), kind, param.lazy_device());
     }
@@ -222,6 +229,11 @@ impl ModuleVisitor for Walker {
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         self.push(param.id, param.lazy_shape().as_slice(), (DType::Int, false), param.lazy_device());
     }
+}
+
+/// The type of a parameter's value; f32 for one that has none yet.
+pub(crate) fn dtype_of<const D: usize>(param: &Param<Tensor<D>>) -> DType {
+    if param.is_initialized() { float_dtype(param.val().dtype()) } else { DType::F32 }
 }
 
 fn float_dtype(dtype: burn::tensor::DType) -> DType {

@@ -2,10 +2,11 @@
 
 mod common;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::nn::LayerNormConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use common::{Net, Params, STRATEGIES, assert_close, descent, params, plain_descent, step, world};
-use shardwise_burn::{ShardConfig, ShardedModel};
+use common::{Net, Params, STRATEGIES, assert_close, config, descent, params, plain_descent, step, world};
+use shardwise_burn::{Init, InitialValues, ShardConfig, ShardedModel};
 use shardwise_core::ShardingStrategy;
 
 /// Gives the first matrix of every block its values in bf16.
@@ -89,5 +90,77 @@ fn a_unit_may_mix_types() {
                 );
             }
         }
+    }
+}
+
+/// The flat parameters' units and types, in order.
+fn types<M: Module>(model: &ShardedModel<M>) -> Vec<String> {
+    model.layouts().iter().map(|l| format!("{} {}", l.unit(), l.dtype())).collect()
+}
+
+/// Three steps from here: the types, the losses and the parameters' bits.
+fn outcome(mut model: ShardedModel<Net>) -> (Vec<String>, Vec<u64>, Vec<(String, Vec<u32>)>) {
+    let losses = (0..3).map(|index| step(&mut model, index, Net::loss)).collect();
+    let after = params(&mut model);
+    let bits = bits(&after).into_iter().map(|(path, bits)| (path.to_string(), bits)).collect();
+    (types(&model), losses, bits)
+}
+
+/// The window that stands in a parameter's place is f32; freezing and unfreezing, and partitioning ahead, keep the type
+/// that the parameter was given in.
+#[test]
+fn types_outlive_the_windows_in_the_parameters_places() {
+    let device = Device::flex().autodiff();
+    let mixed = Net::new(&device).map(&mut Narrow { path: Vec::new() });
+    for strategy in STRATEGIES {
+        for ranks in [1, 2] {
+            let init = Init::new(config(strategy));
+            world(ranks, |group| {
+                let at_once = || init.shard(group.clone(), mixed.clone(), &()).expect("sharded");
+                let want = outcome(at_once());
+                assert!(want.0.contains(&"blocks.1 bf16".to_string()));
+
+                let mut retrained = at_once();
+                retrained.set_trainable(|path| path.starts_with("norm")).expect("frozen");
+                assert!(types(&retrained).contains(&"blocks.1 bf16".to_string()));
+                retrained.set_trainable(|_| true).expect("unfrozen");
+                assert!(outcome(retrained) == want, "{strategy}, {ranks} ranks: set_trainable");
+
+                let mut context = init.context(group.clone());
+                let module = context.partition("", mixed.clone(), &()).expect("partitioned");
+                let early = context.shard(module, &()).expect("sharded");
+                assert!(outcome(early) == want, "{strategy}, {ranks} ranks: InitContext");
+            });
+        }
+    }
+}
+
+/// Numbers that f32 cannot hold are refused, however they would come in.
+#[test]
+fn f64_is_refused_everywhere() {
+    let wide =
+        |device: &Device| Tensor::<1>::from_data(TensorData::from([0.1f64, 0.2]), (device, DType::F64));
+    for policy in [InitialValues::Trusted, InitialValues::Synced] {
+        world(2, |group| {
+            let device = Device::flex().autodiff();
+            let init = Init::new(config(ShardingStrategy::FullShard)).initial_values(policy);
+            let layer = |weight| {
+                let mut norm = LayerNormConfig::new(2).init(&device);
+                norm.gamma = weight;
+                norm
+            };
+            let given = || layer(Param::from_tensor(wide(&device)));
+            let draw = move |device: &Device, _: bool| wide(device);
+            let drawn =
+                || layer(Param::uninitialized(ParamId::new(), draw, device.clone(), true, [2].into()));
+            for norm in [given(), drawn()] {
+                let error = init.context(group.clone()).partition("norm", norm, &()).expect_err("refused");
+                assert!(error.to_string().contains("`norm.gamma` is f64"), "{policy:?}: {error}");
+            }
+            for norm in [given(), drawn()] {
+                let error = init.shard(group.clone(), norm, &()).map(drop).expect_err("refused").to_string();
+                assert!(error.contains("`gamma` is f64"), "{policy:?}: {error}");
+            }
+        });
     }
 }

@@ -413,3 +413,64 @@ fn reading_a_partitioned_parameter_is_an_error() {
         assert!(error.contains("`layer.weight`") && error.contains("partitioned"), "{error}");
     }
 }
+
+/// A rank that cannot have a value goes on to take part in what its peers do for the parameters that were partitioned
+/// before: the failure is the same error everywhere, and the ranks stay together.
+#[test]
+fn a_failure_beside_partitioned_parameters_is_told_to_all() {
+    for policy in [InitialValues::Trusted, InitialValues::Checked, InitialValues::Synced] {
+        let reader = if policy == InitialValues::Synced { 0 } else { 1 };
+        let errors = world(3, |group| {
+            let device = Device::flex().autodiff();
+            let rank = group.rank();
+            let init = init().initial_values(policy);
+            let mut context = init.context(group.clone());
+            let mut net = Net::new(&device);
+            net.norm = context.partition("norm", net.norm, &()).expect("partitioned");
+            let torn = if rank == reader { Broken("blocks.0.up.weight") } else { Broken("nothing") };
+            let error = context.shard(net, &torn).map(drop).expect_err("torn");
+            init.shard(group, Net::new(&device), &()).expect("the ranks are still together");
+            error
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let is_own = matches!(error, ShardError::Load { .. });
+            let is_peers = matches!(error, ShardError::InitOfPeer { rank, .. } if *rank == reader);
+            assert!(if rank == reader { is_own } else { is_peers }, "{policy:?}, rank {rank}: {error}");
+        }
+    }
+}
+
+/// The same for a parameter that is left alone, whose initialiser fails on one rank.
+#[test]
+fn a_failure_of_a_left_alone_parameter_is_told_to_all() {
+    #[derive(Module, Debug)]
+    struct Beside {
+        alone: Param<Tensor<2>>,
+        linear: Sharded<Linear>,
+    }
+    for policy in [InitialValues::Trusted, InitialValues::Checked, InitialValues::Synced] {
+        for failing in 0..3 {
+            let errors = world(3, |group| {
+                let device = Device::flex().autodiff();
+                let fails = group.rank() == failing;
+                let initialise = move |device: &Device, _: bool| {
+                    assert!(!fails, "no value on this rank");
+                    Tensor::<2>::ones([3, 4], device)
+                };
+                let alone =
+                    Param::uninitialized(ParamId::new(), initialise, device.clone(), true, [3, 4].into());
+                let linear = || Sharded::new(LinearConfig::new(2, 3).init(&device));
+                let init = init().ignore(Ignored::Local, |path| path == "alone").initial_values(policy);
+                let module = Beside { alone, linear: linear() };
+                let error = init.shard(group.clone(), module, &()).map(drop).expect_err("no value");
+                init.shard(group, linear(), &()).expect("the ranks are still together");
+                error
+            });
+            for (rank, error) in errors.iter().enumerate() {
+                let is_own = matches!(error, ShardError::Uninitialised { path, .. } if path == "alone");
+                let is_peers = matches!(error, ShardError::InitOfPeer { rank, .. } if *rank == failing);
+                assert!(if rank == failing { is_own } else { is_peers }, "{policy:?}, rank {rank}: {error}");
+            }
+        }
+    }
+}
