@@ -1,6 +1,7 @@
 //! A Burn module taken apart into shards, and its training step.
 
 use std::convert::Infallible;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -14,7 +15,7 @@ use crate::error::ShardError;
 use crate::init::Init;
 use crate::params::Params;
 use crate::source::ParamSource;
-use crate::unit::{SharedEngine, primitive};
+use crate::unit::{SharedEngine, WeakEngine, primitive};
 
 /// How a model is sharded and trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,14 +44,26 @@ pub struct StepOutcome {
     pub report: StepReport,
 }
 
-/// Takes the weights of a step's micro-batches ([`ShardedModel::weights`]).
+/// Takes the weights of a step's micro-batches ([`ShardedModel::weights`]), for as long as the model lives.
 #[derive(Debug, Clone)]
-pub struct StepWeights(SharedEngine);
+pub struct StepWeights(Arc<Mutex<WeakEngine>>);
 
 impl StepWeights {
-    /// Adds the weight of a micro-batch.
+    fn of(engine: &SharedEngine) -> Self {
+        Self(Arc::new(Mutex::new(engine.downgrade())))
+    }
+
+    /// Adds the weight of a micro-batch. Without the model there is no step that it could count in.
     pub fn add(&self, weight: f64) {
-        self.0.lock().add_weight(weight);
+        let engine = self.0.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        if let Some(engine) = engine {
+            engine.lock().add_weight(weight);
+        }
+    }
+
+    /// Feeds `engine` from now on.
+    fn point_to(&self, engine: &SharedEngine) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = engine.downgrade();
     }
 }
 
@@ -62,6 +75,8 @@ pub struct ShardedModel<M> {
     /// The module as an evaluation sees it: without autodiff.
     evaluation: M,
     pub(crate) engine: SharedEngine,
+    /// The handles that were given out share it; it follows the model from engine to engine.
+    weights: StepWeights,
     root: Vec<RootParam>,
     group: ProcessGroup,
     pub(crate) params: Params,
@@ -108,7 +123,8 @@ impl<M: Module> ShardedModel<M> {
         init: Init,
     ) -> Self {
         let group = engine.lock().group().clone();
-        Self { training, evaluation, engine, root, group, params, init, scopes: OpenScopes::default() }
+        let (weights, scopes) = (StepWeights::of(&engine), OpenScopes::default());
+        Self { training, evaluation, engine, weights, root, group, params, init, scopes }
     }
 
     /// How the model was taken apart.
@@ -118,7 +134,8 @@ impl<M: Module> ShardedModel<M> {
 
     /// Becomes `new`, a model of the same parameters.
     pub(crate) fn replace_with(&mut self, new: Self) {
-        *self = new;
+        self.weights.point_to(&new.engine);
+        *self = Self { weights: self.weights.clone(), ..new };
     }
 
     /// The module with windows in the parameters' places, without autodiff.
@@ -150,7 +167,7 @@ impl<M: Module> ShardedModel<M> {
     /// Adds to the weight of this rank's micro-batches of the step, for `Divisor::Weights`: call it in the loss, with the
     /// number of tokens that the loss sums over.
     pub fn weights(&self) -> StepWeights {
-        StepWeights(self.engine.clone())
+        self.weights.clone()
     }
 
     /// Takes the events since the last call.

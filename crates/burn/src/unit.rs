@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
@@ -40,6 +40,10 @@ impl SharedEngine {
         Self(Arc::new(Shared { engine: Mutex::new(engine), pass: Mutex::default() }))
     }
 
+    pub(crate) fn downgrade(&self) -> WeakEngine {
+        WeakEngine(Arc::downgrade(&self.0))
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, Engine> {
         self.0.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -55,6 +59,16 @@ impl SharedEngine {
     /// Lets the forwards until the guard is dropped be part of `pass`.
     fn within(&self, pass: ForwardPass) -> WithinPass<'_> {
         WithinPass { engine: self, before: self.set_pass(pass) }
+    }
+}
+
+/// The engine, for who must not keep it.
+#[derive(Clone, Debug)]
+pub(crate) struct WeakEngine(Weak<Shared>);
+
+impl WeakEngine {
+    pub(crate) fn upgrade(&self) -> Option<SharedEngine> {
+        self.0.upgrade().map(SharedEngine)
     }
 }
 
@@ -137,6 +151,23 @@ impl UnitLink {
         self.gathered().rev().for_each(|unit| self.engine.lock().leave_forward_in(unit, pass));
     }
 
+    /// An output of the unit's call that outlasts the gathered parameters. One that is a window onto a parameter, or a part
+    /// of one, cannot be read once the unit is freed, so it gets memory of its own.
+    fn outlasting(&self, y: FlexTensor) -> FlexTensor {
+        let is_window = |y: &FlexTensor| self.params.iter().any(|param| param.view.is_behind(y));
+        if !is_window(&y) {
+            return y;
+        }
+        let y = y.to_contiguous();
+        match y.as_slice::<f32>() {
+            Some(values) if is_window(&y) => {
+                let layout = Layout::contiguous(y.layout().shape().clone());
+                FlexTensor::new(Bytes::from_elems(values.to_vec()), layout, DType::F32)
+            }
+            _ => y,
+        }
+    }
+
     fn enter_backward(&self) {
         self.gathered().for_each(|unit| self.engine.lock().enter_backward(unit));
     }
@@ -166,10 +197,13 @@ pub(crate) fn call<M: Module + Sync + 'static, const D: usize, const E: usize>(
     let pass = link.engine.pass();
     link.enter_forward(pass);
     let y = if link.engine.lock().is_evaluating() {
-        forward(inner, x.without_autodiff())
+        let y = forward(inner, x.without_autodiff());
+        let own = y.clone().try_into_primitive::<Flex>().map(|y| link.outlasting(y));
+        own.map_or(y, Tensor::from_primitive::<Flex>)
     } else if pass == ForwardPass::Untracked {
         // The unit around this one wants values only.
-        forward(&inner.clone().map(&mut Untracked { link }), x)
+        let y = forward(&inner.clone().map(&mut Untracked { link }), x);
+        from_primitive(constant(link.outlasting(primitive(y).into_primitive())))
     } else {
         tracked_call(link, inner, x, &forward, pass)
     };
@@ -187,6 +221,7 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
     let x = primitive(x.autodiff());
     let x_tracked = x.is_tracked();
     let (x, x_node) = x.into_parts();
+    let input = x_tracked.then(|| (x.layout().shape().clone(), x.dtype()));
     // In the backward of a unit around this one the graph is needed at once.
     let (y, pass) = if link.recompute && pass != ForwardPass::Again {
         let untracked = inner.clone().map(&mut Untracked { link });
@@ -206,12 +241,14 @@ fn tracked_call<M: Module + Sync + 'static, const D: usize, const E: usize>(
         let (y, graph) = graph_call(link, inner, x, x_tracked, forward);
         (y, Box::new(move || graph) as BackwardPass)
     };
+    let y = link.outlasting(y);
     // Where the input has no graph, a leaf makes the call part of one. It is this call's own: graphs that share a node are one
     // to Burn, and the graph inside a unit must not be that of the unit around it.
     let leaf = || primitive(Tensor::<1>::zeros([1], &Device::flex().autodiff()).require_grad());
     let anchor = (!x_tracked).then(leaf);
     let parent = anchor.as_ref().map_or(x_node, AdTensor::node);
-    let state = UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))), _anchor: anchor };
+    let state =
+        UnitState { link: link.clone(), pass: Arc::new(Mutex::new(Some(pass))), input, _anchor: anchor };
     let prep = UnitStep.prepare::<NoCheckpointing>([parent]).compute_bound();
     let y = match prep.stateful() {
         OpsKind::Tracked(prep) => prep.finish(state, y),
@@ -281,6 +318,8 @@ type BackwardPass = Box<dyn FnOnce() -> InnerGraph + Send>;
 struct UnitState {
     link: Arc<UnitLink>,
     pass: Arc<Mutex<Option<BackwardPass>>>,
+    /// The shape and type of the input, if it needs a gradient.
+    input: Option<(Shape, DType)>,
     _anchor: Option<AdTensor>,
 }
 
@@ -300,14 +339,15 @@ impl Backward<Flex, 1> for UnitStep {
     fn backward(self, ops: Ops<UnitState, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy = grads.consume::<Flex>(&ops.node);
         let [parent] = ops.parents;
-        let UnitState { link, pass, .. } = ops.state;
+        let UnitState { link, pass, input, .. } = ops.state;
         let pass = pass.lock().unwrap_or_else(PoisonError::into_inner).take();
         link.enter_backward();
         let dx = pass.and_then(|graph| graph().run(&link, dy));
         link.leave_backward();
-        // The anchor gets none.
-        if let (Some(x), Some(dx)) = (parent, dx) {
-            grads.register::<Flex>(x.id, dx);
+        // The anchor gets none. An input that the output does not depend on gets zeros: Burn runs the step that made it all
+        // the same, and that step takes its gradient for granted.
+        if let (Some(x), Some((shape, dtype))) = (parent, input) {
+            grads.register::<Flex>(x.id, dx.unwrap_or_else(|| FlexTensor::zeros(shape, dtype)));
         }
     }
 }

@@ -119,6 +119,11 @@ impl ParamView {
         Self { bytes: Arc::new(bytes), shape: shape.to_vec() }
     }
 
+    /// Whether `tensor` reads from the window.
+    pub(crate) fn is_behind(&self, tensor: &FlexTensor) -> bool {
+        Arc::ptr_eq(&self.bytes, &tensor.data_arc())
+    }
+
     /// A tensor over the window. Because this value holds the storage too, Burn never takes it for its own: it copies
     /// before it writes.
     pub(crate) fn tensor(&self) -> FlexTensor {

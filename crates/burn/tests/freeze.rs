@@ -3,12 +3,14 @@
 mod common;
 
 use burn::module::Module;
+use burn::nn::LinearConfig;
 use burn::tensor::Device;
 use common::{
     Net, Params, STRATEGIES, assert_close, batch, config, descent, params, plain_descent_from, step, world,
 };
-use shardwise_burn::{ShardConfig, ShardedModel};
+use shardwise_burn::{ShardConfig, ShardedModel, StepWeights};
 use shardwise_core::{Precision, Purpose, ShardingStrategy};
+use shardwise_engine::Divisor;
 
 /// The losses and the parameters after three steps.
 fn three_steps(model: &mut ShardedModel<Net>) -> (Vec<u64>, Params) {
@@ -126,4 +128,75 @@ fn statistics_are_not_dropped_silently() {
         step(&mut model, 0, Net::loss);
         model.set_trainable(|_| true).expect_err("the average has begun");
     });
+}
+
+/// A handle for weights that was taken before parameters are frozen or unfrozen goes on to feed the model.
+#[test]
+fn weights_follow_the_model() {
+    let device = Device::flex().autodiff();
+    let mut config = config(ShardingStrategy::FullShard);
+    config.engine.divisor = Divisor::Weights;
+    let weighted = |model: &mut ShardedModel<Net>, weights: &StepWeights, index: usize| {
+        let outcome = model.step(4, 0.01, |net, m| {
+            let (ids, targets) = batch(m, index, &device);
+            weights.add(m as f64 + 1.0);
+            net.loss(ids, targets)
+        });
+        outcome.expect("a step").loss.to_bits()
+    };
+    world(2, |group| {
+        let new = || ShardedModel::new(group.clone(), Net::new(&device), config, &()).expect("sharded");
+        let mut model = new();
+        let weights = model.weights();
+        let want: Vec<u64> = (0..3).map(|index| weighted(&mut model, &weights, index)).collect();
+        let want = (want, params(&mut model));
+
+        let mut model = new();
+        let (weights, same) = (model.weights(), model.weights());
+        model.set_trainable(|path| path.starts_with("norm")).expect("frozen");
+        model.set_trainable(|_| true).expect("unfrozen");
+        let handles = [weights, same, model.weights()];
+        let got: Vec<u64> = (0..3).map(|index| weighted(&mut model, &handles[index], index)).collect();
+        assert!((got, params(&mut model)) == want);
+        drop(model);
+        // Nothing to feed: no harm either.
+        handles[0].add(1.0);
+    });
+}
+
+/// This process's resident bytes.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
+    pages.expect("the second number") * 4096
+}
+
+/// The shards of the old layout go when the new one is there, also where a peer is slow to let go of them.
+#[test]
+fn old_shards_do_not_stay() {
+    const SIDE: usize = 2048;
+    const ROUNDS: usize = 8;
+    let grown = world(2, |group| {
+        let device = Device::flex().autodiff();
+        let rank = group.rank();
+        let group = if rank == 1 { shardwise_comm::testing::delaying(&group, 7) } else { group };
+        let module = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&device);
+        let config = descent(ShardingStrategy::FullShard);
+        let mut model = ShardedModel::new(group, module, config, &()).expect("sharded");
+        let weights = model.weights();
+        model.set_trainable(|_| false).expect("frozen");
+        model.set_trainable(|_| true).expect("unfrozen");
+        model.group().barrier("before").expect("together");
+        let before = resident();
+        for round in 0..ROUNDS {
+            model.set_trainable(|_| round % 2 == 1).expect("chosen");
+        }
+        model.group().barrier("after").expect("together");
+        let grown = resident().saturating_sub(before);
+        model.group().barrier("measured").expect("together");
+        weights.add(1.0);
+        grown
+    });
+    let shard = SIDE * SIDE * size_of::<f32>() / 2;
+    assert!(grown.iter().all(|grown| *grown < 3 * shard), "{grown:?} bytes more, with shards of {shard}");
 }
