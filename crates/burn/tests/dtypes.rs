@@ -98,12 +98,11 @@ fn types<M: Module>(model: &ShardedModel<M>) -> Vec<String> {
     model.layouts().iter().map(|l| format!("{} {}", l.unit(), l.dtype())).collect()
 }
 
-/// Three steps from here: the types, the losses and the parameters' bits.
-fn outcome(mut model: ShardedModel<Net>) -> (Vec<String>, Vec<u64>, Vec<(String, Vec<u32>)>) {
+/// Three steps from here: the types, the losses' bits and the parameters.
+fn outcome(mut model: ShardedModel<Net>) -> (Vec<String>, Vec<u64>, Params) {
     let losses = (0..3).map(|index| step(&mut model, index, Net::loss)).collect();
     let after = params(&mut model);
-    let bits = bits(&after).into_iter().map(|(path, bits)| (path.to_string(), bits)).collect();
-    (types(&model), losses, bits)
+    (types(&model), losses, after)
 }
 
 /// The window that stands in a parameter's place is f32; freezing and unfreezing, and partitioning ahead, keep the type
