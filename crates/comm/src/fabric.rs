@@ -5,8 +5,8 @@
 //! sums) them when it needs the result. Waiting is a brief spin, then a futex on the word of the rank waited for.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::Timespec;

@@ -41,7 +41,7 @@ fn element_gradient(value: f32, element: usize, m: usize) -> f32 {
 
 /// Every other micro-batch uses the last unit only, and then its reductions are the beginning of the others'.
 fn prefix(_: u64, m: usize) -> Vec<usize> {
-    if m % 2 == 0 { vec![1, 2] } else { vec![2] }
+    if m.is_multiple_of(2) { vec![1, 2] } else { vec![2] }
 }
 
 fn compute(engine: &mut Engine, units: &[usize], m: usize) {
@@ -203,7 +203,8 @@ fn assert_equal(got: &[Vec<f32>], want: &[Vec<f32>], tolerance: f32, what: &str)
 fn branching_has_no_bound() {
     let sgd =
         EngineConfig { clip_norm: None, ..config(shardwise_core::ShardingStrategy::FullShard, common::SGD) };
-    let wide: Route = |_, m| if m % 2 == 0 { (0..40).collect() } else { (0..40).rev().step_by(3).collect() };
+    let wide: Route =
+        |_, m| if m.is_multiple_of(2) { (0..40).collect() } else { (0..40).rev().step_by(3).collect() };
     for (toy, route, ranks, micro_batches) in
         [(Toy::new(UNITS), experts as Route, 2, 40), (Toy::new(40), wide, 2, 4), (Toy::new(40), wide, 4, 8)]
     {
