@@ -327,3 +327,31 @@ fn a_backward_that_is_not_due_changes_nothing() {
     };
     assert_eq!(train(true), train(false));
 }
+
+/// A failure that only one rank has met, inside the graph, ends the step on the others at once, although that rank lives on.
+#[test]
+fn a_failure_inside_the_graph_is_told_to_all() {
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let errors = threads::run(2, DEADLINE, |group| {
+        let rank = group.rank();
+        let mut engine = Toy::new(2).engine(group, config(ShardingStrategy::FullShard, ADAMW));
+        engine.begin_step(2).expect("idle");
+        engine.begin_round().expect("a round");
+        if rank == 1 {
+            engine.failure().set(EngineError::Usage("a view was read too late".into())).expect("the first");
+        }
+        let ended = compute_round(&mut engine, rank).and_then(|()| engine.end_step(0.1).map(drop));
+        let error = ended.expect_err("nobody goes on").to_string();
+        if rank == 0 {
+            done.store(true, std::sync::atomic::Ordering::Release);
+        }
+        // Leaving would tell rank 0 too.
+        while !done.load(std::sync::atomic::Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        error
+    })
+    .expect("a world");
+    assert_eq!(errors[1], "a view was read too late");
+    assert!(errors[0].contains("rank 1") && errors[0].contains("a view was read too late"), "{}", errors[0]);
+}
