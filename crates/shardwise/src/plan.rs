@@ -104,7 +104,7 @@ fn describe(config: &Config) -> Result<String, RunError> {
         counted(schedule.rounds() as u64, "round")
     ));
     let mut rows = vec![vec!["each rank will hold".to_string(), "bytes".into(), String::new()]];
-    for (purpose, n) in plan.by_purpose() {
+    for (purpose, n) in plan.by_purpose().iter().filter(|(_, n)| *n > 0) {
         rows.push(vec![purpose.to_string(), thousands(*n), bytes(*n)]);
     }
     rows.push(vec!["all of it, at the peak".into(), thousands(plan.total()), bytes(plan.total())]);

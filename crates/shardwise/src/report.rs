@@ -260,7 +260,11 @@ pub fn rank_table(ranks: &[RankSummary]) -> String {
     let mut rows = vec![header];
     let purposes: Vec<&str> =
         ranks.first().map(|r| r.held.iter().map(|h| h.purpose.as_str()).collect()).unwrap_or_default();
-    for (index, purpose) in purposes.iter().enumerate() {
+    // What a configuration does not need has no row.
+    let is_held = |index: usize| {
+        ranks.iter().filter_map(|r| r.held.get(index)).any(|held| held.bytes > 0 || held.planned > 0)
+    };
+    for (index, purpose) in purposes.iter().enumerate().filter(|(index, _)| is_held(*index)) {
         let mut row = vec![(*purpose).to_string()];
         row.extend(ranks.iter().map(|r| r.held.get(index).map_or_else(String::new, |h| bytes(h.bytes))));
         row.push(ranks[0].held.get(index).map_or_else(String::new, |h| bytes(h.planned)));
