@@ -30,7 +30,7 @@ impl Machine {
 
     /// Puts a file into a fetched package, such as `rand-0.9.1`.
     fn fetch(&self, package: &str, file: &str, bytes: impl AsRef<[u8]>) -> &Self {
-        self.put(&format!("cargo/registry/src/index.crates.io-0123/{package}/{file}"), bytes)
+        self.put(&format!("cargo/registry/src/registry-0123/{package}/{file}"), bytes)
     }
 
     /// Writes the project's lock file, with a workspace member and these packages of the registry.
@@ -64,7 +64,7 @@ impl Machine {
 fn short(file: &Path) -> String {
     let text = file.display().to_string();
     let after = |marker: &str| text.split_once(marker).map(|(_, rest)| rest.to_owned());
-    after("index.crates.io-0123/").or_else(|| after("vendor/")).unwrap_or(text)
+    after("registry-0123/").or_else(|| after("vendor/")).unwrap_or(text)
 }
 
 #[test]
