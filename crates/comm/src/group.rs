@@ -245,8 +245,7 @@ impl ProcessGroup {
         let all = through.all_gather_bytes("realign", &upcoming.to_le_bytes())?;
         let number = |bytes: &Vec<u8>| bytes.as_slice().try_into().map_or(0, u64::from_le_bytes);
         let next = all.iter().map(number).max().unwrap_or(upcoming);
-        // Peers must not wait for operations that this rank leaves out.
-        (upcoming..next).for_each(|seq| self.transport.finish(&self.channel, seq));
+        leave_out(&*self.transport, &self.channel, upcoming..next);
         self.channel.skip_to(next);
         Ok(())
     }
@@ -477,9 +476,7 @@ impl ProcessGroup {
         let index = members.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
         let world_ranks = members.iter().map(|(_, rank)| self.channel.members()[*rank]).collect();
         let channel = Channel::from(id, world_ranks, index, next);
-        // Peers must not wait for what this rank has left out.
-        let left_out = channels[id].unwrap_or(next).max(next.saturating_sub(SLOTS as u64))..next;
-        left_out.for_each(|seq| self.transport.finish(&channel, seq));
+        leave_out(&*self.transport, &channel, channels[id].unwrap_or(next)..next);
         let mut group = Self::over(self.transport.clone(), channel);
         group.lease =
             Some(Arc::new(Lease { transport: group.transport.clone(), channel: group.channel.clone() }));
@@ -535,6 +532,13 @@ impl ProcessGroup {
             }
         }
     }
+}
+
+/// Finishes operations that this rank does not start, so that peers do not wait for it. Only the last ones have a place on
+/// the board that is looked at again.
+fn leave_out(transport: &dyn Transport, channel: &Channel, operations: Range<u64>) {
+    let first = operations.start.max(operations.end.saturating_sub(SLOTS as u64));
+    (first..operations.end).for_each(|seq| transport.finish(channel, seq));
 }
 
 /// Puts the elements `piece` of every `n`-element part of `source` into `buffer`, one part after another.

@@ -98,14 +98,10 @@ impl GatherPolicy {
         distance < self.max_reuse_distance && live <= self.max_live_parameters
     }
 
-    /// The most units that are gathered at a time when units of these sizes compute one after another, forward and
-    /// backward, in `rounds` rounds, each freed after each use unless the policy keeps it.
-    pub fn slots(&self, sizes: &[usize], rounds: usize) -> usize {
-        self.slots_of(sizes, &vec![true; sizes.len()], rounds)
-    }
-
-    /// As [`GatherPolicy::slots`], counting only some of the units: those that have flat parameters of some kind.
-    pub fn slots_of(&self, sizes: &[usize], counted: &[bool], rounds: usize) -> usize {
+    /// The most of the `counted` units (those that have flat parameters of some kind) that are gathered at a time when
+    /// units of these sizes compute one after another, forward and backward, in `rounds` rounds, each freed after each use
+    /// unless the policy keeps it.
+    pub fn slots(&self, sizes: &[usize], counted: &[bool], rounds: usize) -> usize {
         let mut walk = Walk { policy: self, sizes, counted, here: vec![false; sizes.len()], most: 0 };
         for round in 0..rounds.min(2) {
             walk.forward();
@@ -179,23 +175,28 @@ impl Walk<'_> {
 mod tests {
     use super::*;
 
+    /// The slots for `units` units of 7 elements each.
+    fn slots(policy: GatherPolicy, units: usize, rounds: usize) -> usize {
+        policy.slots(&vec![7; units], &vec![true; units], rounds)
+    }
+
     #[test]
     fn one_unit_ahead_takes_two_slots() {
         let policy = GatherPolicy::default();
-        for (units, slots) in [(0, 0), (1, 1), (2, 2), (5, 2)] {
-            assert_eq!(policy.slots(&vec![7; units], 3), slots);
-            assert_eq!(policy.without_prefetch().slots(&vec![7; units], 3), slots.min(1));
+        for (units, want) in [(0, 0), (1, 1), (2, 2), (5, 2)] {
+            assert_eq!(slots(policy, units, 3), want);
+            assert_eq!(slots(policy.without_prefetch(), units, 3), want.min(1));
         }
     }
 
     #[test]
     fn depth_buckets_and_limits() {
         let deep = GatherPolicy { limit_all_gathers: 4, ..GatherPolicy::default() };
-        assert_eq!(deep.slots(&[7; 6], 1), 4);
-        assert_eq!(GatherPolicy { prefetch_bucket_size: 14, ..deep }.slots(&[7; 6], 1), 3);
-        assert_eq!(GatherPolicy { prefetch_bucket_size: 1, ..deep }.slots(&[7; 6], 1), 2);
-        assert_eq!(GatherPolicy { max_live_parameters: 14, ..deep }.slots(&[7; 6], 1), 2);
-        assert_eq!(GatherPolicy { max_live_parameters: 1, ..deep }.slots(&[7; 6], 1), 1);
+        assert_eq!(slots(deep, 6, 1), 4);
+        assert_eq!(slots(GatherPolicy { prefetch_bucket_size: 14, ..deep }, 6, 1), 3);
+        assert_eq!(slots(GatherPolicy { prefetch_bucket_size: 1, ..deep }, 6, 1), 2);
+        assert_eq!(slots(GatherPolicy { max_live_parameters: 14, ..deep }, 6, 1), 2);
+        assert_eq!(slots(GatherPolicy { max_live_parameters: 1, ..deep }, 6, 1), 1);
     }
 
     #[test]
@@ -203,10 +204,10 @@ mod tests {
         let policy = GatherPolicy { max_reuse_distance: 15, ..GatherPolicy::default() };
         // The last two are used again within 14 elements, which takes no more memory than prefetch does; the third last
         // within 28.
-        assert_eq!(policy.slots(&[7; 6], 1), 2);
-        assert_eq!(GatherPolicy { max_reuse_distance: 29, ..policy }.slots(&[7; 6], 1), 3);
-        assert_eq!(GatherPolicy { max_reuse_distance: usize::MAX, ..policy }.slots(&[7; 6], 1), 6);
+        assert_eq!(slots(policy, 6, 1), 2);
+        assert_eq!(slots(GatherPolicy { max_reuse_distance: 29, ..policy }, 6, 1), 3);
+        assert_eq!(slots(GatherPolicy { max_reuse_distance: usize::MAX, ..policy }, 6, 1), 6);
         let tight = GatherPolicy { max_reuse_distance: usize::MAX, max_live_parameters: 21, ..policy };
-        assert!(tight.slots(&[7; 6], 1) <= 4);
+        assert!(slots(tight, 6, 1) <= 4);
     }
 }

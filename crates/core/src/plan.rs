@@ -319,7 +319,7 @@ impl Sizes {
     fn slots(&self, kind: usize, input: &PlanInput) -> u64 {
         let sizes: Vec<usize> = input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
         let has: Vec<bool> = input.units.iter().map(|unit| unit.parts()[kind] > 0).collect();
-        self.largest[kind] * input.gather.slots_of(&sizes, &has, input.schedule.rounds()) as u64
+        self.largest[kind] * input.gather.slots(&sizes, &has, input.schedule.rounds()) as u64
     }
 
     fn sent_bytes(&self, input: &PlanInput) -> u64 {
