@@ -166,4 +166,10 @@ pub enum PlanError {
         /// The strategy.
         strategy: ShardingStrategy,
     },
+    /// A setting of where state rests cannot work.
+    #[error("offload: {0}")]
+    Offload(String),
+    /// A setting of what travels cannot work.
+    #[error("{0}")]
+    Wire(String),
 }

@@ -7,6 +7,8 @@
 //! - [`plan`]: the memory a rank needs and the bytes it sends, known before anything is allocated.
 //! - [`gather`]: which units are gathered ahead, and which stay.
 //! - [`precision`]: in which type numbers travel.
+//! - [`wire`]: what travels in fewer bits still, and through which groups of ranks.
+//! - [`offload`]: where state rests between its uses.
 //! - [`statistics`]: what optimizers keep and need beside parameters and gradients.
 //! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
 
@@ -15,6 +17,7 @@
 pub mod error;
 pub mod gather;
 pub mod layout;
+pub mod offload;
 pub mod plan;
 pub mod precision;
 pub mod reduction;
@@ -23,10 +26,12 @@ pub mod seed;
 pub mod shard;
 pub mod statistics;
 pub mod strategy;
+pub mod wire;
 
 pub use error::{LayoutError, PlanError};
 pub use gather::{BackwardPrefetch, GatherPolicy};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
+pub use offload::{IO_ALIGNMENT, Offload, Tier};
 pub use plan::{MemoryPlan, PlanInput, Purpose, UnitSize};
 pub use precision::{MixedPrecision, Precision, pre_divisor};
 pub use reduction::{CarryCounter, max_partials};
@@ -35,3 +40,4 @@ pub use seed::seed_for;
 pub use shard::{ShardMetadata, ShardedParam};
 pub use statistics::{OptimizerKind, OptimizerPlan, ScratchSize, StatisticsSize};
 pub use strategy::ShardingStrategy;
+pub use wire::{ErrorFeedback, QUANTISATION_BLOCK, Quantization, Rounding, WireConfig};

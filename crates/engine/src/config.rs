@@ -1,7 +1,7 @@
 //! How an engine trains, what it calls its units, and what it reports of a step.
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{GatherPolicy, MixedPrecision, ShardingStrategy};
+use shardwise_core::{GatherPolicy, MixedPrecision, Offload, ShardingStrategy, WireConfig};
 
 use crate::Result;
 use crate::error::EngineError;
@@ -47,6 +47,10 @@ pub struct EngineConfig {
     pub shard_group: Option<usize>,
     /// What travels in less than f32.
     pub precision: MixedPrecision,
+    /// What travels quantised, and through which groups of ranks.
+    pub wire: WireConfig,
+    /// What rests elsewhere than in memory.
+    pub offload: Offload,
     /// What the loss is multiplied by before its backward.
     pub loss_scale: LossScale,
     /// What the sum of the micro-batches' gradients is divided by.
@@ -83,6 +87,8 @@ impl Default for EngineConfig {
             strategy: ShardingStrategy::FullShard,
             shard_group: None,
             precision: MixedPrecision::default(),
+            wire: WireConfig::default(),
+            offload: Offload::default(),
             loss_scale: LossScale::None,
             divisor: Divisor::MicroBatches,
             accumulation: Accumulation::Sharded,
@@ -119,6 +125,8 @@ impl EngineConfig {
     /// Naming the setting, what it is and what it may be.
     pub fn check(&self) -> Result<()> {
         self.precision.check(self.loss_scale.is_scaled())?;
+        self.wire.check()?;
+        self.offload.check()?;
         self.loss_scale.check().map_err(EngineError::Usage)?;
         self.gather.check()?;
         self.optimizer.check().map_err(|message| EngineError::Usage(format!("the optimizer: {message}")))?;
