@@ -63,14 +63,15 @@ impl Fill<'_> {
         let mine = if mine.start < mine.end { mine } else { range.start..range.start };
         let elements = mine.start - range.start..mine.end - range.start;
         let start = mine.start.saturating_sub(owned.start).min(owned.len());
-        let out = &mut self.engine.owned_params(place.unit, place.part)?[start..start + elements.len()];
-        match self.kept.get(&param.id) {
+        let here = start..start + elements.len();
+        let (kept, values) = (self.kept, &mut self.values);
+        self.engine.edit_owned(place.unit, place.part, here, |out| match kept.get(&param.id) {
             Some(kept) => {
-                out.copy_from_slice(&kept.whole(self.values.group(), &place.path)?[elements]);
+                out.copy_from_slice(&kept.whole(values.group(), &place.path)?[elements]);
                 Ok(())
             }
-            None => self.values.write(param, &place.path, &place.shape, elements, out),
-        }
+            None => values.write(param, &place.path, &place.shape, elements, out),
+        })?
     }
 
     fn left_alone(&self) -> String {

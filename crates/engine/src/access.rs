@@ -1,6 +1,8 @@
 //! Parameters and gradients seen and changed between steps, and evaluations: the part of the engine that lets others look
 //! in.
 
+use std::ops::Range;
+
 use shardwise_core::FlatLayout;
 
 use crate::Result;
@@ -11,21 +13,28 @@ use crate::handle::{FlatParamHandle, ParamState};
 use crate::unit::Place;
 
 impl Engine {
-    /// The owned parameters of a unit's part, to initialise or load them: elements [`FlatParamHandle::owned`].
+    /// Lets `edit` change some of the owned parameters of a unit's part, to initialise or load them: those at `range` of
+    /// the elements [`FlatParamHandle::owned`]. Returns what `edit` does.
     ///
     /// # Errors
     /// In the middle of a step, and when a peer is lost or late.
     ///
     /// # Panics
-    /// When there is no such part.
-    pub fn owned_params(&mut self, unit: UnitId, part: usize) -> Result<&mut [f32]> {
-        self.expect_idle("owned_params")?;
+    /// When there is no such part, or it has no such elements.
+    pub fn edit_owned<T>(
+        &mut self,
+        unit: UnitId,
+        part: usize,
+        range: Range<usize>,
+        edit: impl FnOnce(&mut [f32]) -> T,
+    ) -> Result<T> {
+        self.expect_idle("edit_owned")?;
         let rank = self.group.rank();
         self.version += 1;
         let handle = &self.units[Place { unit, part }];
         let (start, owned) = (handle.span().start, handle.owned().len());
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
-        Ok(&mut params[start..start + owned])
+        Ok(edit(&mut params[start..start + owned][range]))
     }
 
     /// Lets `read` see each of a unit's flat parameters whole, with its layout. A collective: every rank must call it.
@@ -123,12 +132,12 @@ impl Engine {
             return Err(EngineError::Usage(message));
         }
         let mine = range.start.max(owned.start)..range.end.min(owned.end);
-        let params = self.owned_params(unit, part)?;
-        if mine.start < mine.end {
-            params[mine.start - owned.start..mine.end - owned.start]
-                .copy_from_slice(&values[mine.start - range.start..mine.end - range.start]);
+        if mine.is_empty() {
+            return self.expect_idle("write_param");
         }
-        Ok(())
+        let values = &values[mine.start - range.start..mine.end - range.start];
+        let here = mine.start - owned.start..mine.end - owned.start;
+        self.edit_owned(unit, part, here, |params| params.copy_from_slice(values))
     }
 
     /// Whether the optimizer has statistics of any parameter.

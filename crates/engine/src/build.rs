@@ -155,7 +155,8 @@ impl Engine {
 
     fn zero_params(&mut self) -> Result<()> {
         for Place { unit, part } in self.units.places() {
-            self.owned_params(unit, part)?.fill(0.0);
+            let owned = self.units[Place { unit, part }].owned().len();
+            self.edit_owned(unit, part, 0..owned, |params| params.fill(0.0))?;
         }
         Ok(())
     }

@@ -28,7 +28,11 @@ fn calls_out_of_order_are_refused() {
         engine.begin_step(2).expect("idle");
         refused(engine.begin_step(2).expect_err("in a step"), "Step", "begin_step");
         refused(engine.end_step(0.1).expect_err("rounds left"), "Step", "end_step");
-        refused(engine.owned_params(UnitId::ROOT, 0).expect_err("in a step"), "Step", "owned_params");
+        refused(
+            engine.edit_owned(UnitId::ROOT, 0, 0..1, |_| ()).expect_err("in a step"),
+            "Step",
+            "edit_owned",
+        );
         engine.begin_round().expect("a round");
         refused(engine.end_step(0.1).expect_err("in a round"), "Round", "end_step");
         refused(

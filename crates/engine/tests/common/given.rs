@@ -87,12 +87,14 @@ impl Given {
         let mut engine = Engine::with_groups(group, root, units, config, groups).expect("an engine");
         for id in engine.ids().collect::<Vec<_>>() {
             let (owned, layout) = (engine.parts(id)[0].owned(), engine.parts(id)[0].layout().clone());
-            let values = engine.owned_params(id, 0).expect("idle");
-            for param in layout.params() {
-                for e in param.range().filter(|e| owned.contains(e)) {
-                    values[e - owned.start] = (self.initial)(&param.path, e - param.offset);
+            let set = |values: &mut [f32]| {
+                for param in layout.params() {
+                    for e in param.range().filter(|e| owned.contains(e)) {
+                        values[e - owned.start] = (self.initial)(&param.path, e - param.offset);
+                    }
                 }
-            }
+            };
+            engine.edit_owned(id, 0, 0..owned.len(), set).expect("idle");
         }
         engine
     }

@@ -96,9 +96,10 @@ impl Toy {
         for id in engine.ids().collect::<Vec<_>>() {
             for part in 0..engine.parts(id).len() {
                 let owned = engine.parts(id)[part].owned();
-                for (value, element) in engine.owned_params(id, part).expect("idle").iter_mut().zip(owned) {
-                    *value = initial(id, part, element);
-                }
+                let set = |values: &mut [f32]| {
+                    values.iter_mut().zip(owned.clone()).for_each(|(v, e)| *v = initial(id, part, e));
+                };
+                engine.edit_owned(id, part, 0..owned.len(), set).expect("idle");
             }
         }
         engine
