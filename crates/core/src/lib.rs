@@ -31,7 +31,7 @@ pub mod wire;
 pub use error::{LayoutError, PlanError};
 pub use gather::{BackwardPrefetch, GatherPolicy};
 pub use layout::{DType, FlatLayout, ParamInfo, ParamSpec, SharedParamInfo};
-pub use offload::{IO_ALIGNMENT, Offload, Tier};
+pub use offload::{IO_ALIGNMENT, Offload, Placement, RestingPart, Tier};
 pub use plan::{MemoryPlan, PlanInput, Purpose, UnitSize};
 pub use precision::{MixedPrecision, Precision, pre_divisor};
 pub use reduction::{CarryCounter, max_partials};

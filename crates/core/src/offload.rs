@@ -136,3 +136,93 @@ impl Offload {
         Ok(())
     }
 }
+
+/// A flat parameter, as far as it matters where it rests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RestingPart {
+    /// Elements that a rank keeps, padding included.
+    pub numel: usize,
+    /// Whether it is trained.
+    pub trainable: bool,
+    /// Whether every rank keeps it whole because it is ignored or small.
+    pub replicated: bool,
+}
+
+/// What of a flat parameter rests elsewhere.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Placement {
+    /// The parameters.
+    pub parameters: bool,
+    /// Statistics, average and sums of gradients.
+    pub optimizer: bool,
+}
+
+impl Offload {
+    /// What of each flat parameter of a model rests elsewhere. Those that stay in memory within the bounds are the first.
+    pub fn placement(&self, parts: &[RestingPart]) -> Vec<Placement> {
+        let can_go = |part: &RestingPart| !part.replicated && part.numel >= self.least_numel.max(1);
+        let trained: usize = parts.iter().filter(|p| p.trainable && can_go(p)).map(|p| p.numel).sum();
+        // The share is of what could go.
+        let mut stays = [self.max_in_memory, ((1.0 - self.ratio) * trained as f64) as usize];
+        let mut goes = |part: &RestingPart, which: usize, wanted: bool| {
+            if !wanted || !can_go(part) {
+                return false;
+            }
+            let fits = part.numel <= stays[which];
+            if fits {
+                stays[which] -= part.numel;
+            }
+            !fits
+        };
+        let placed = |part: &RestingPart| Placement {
+            parameters: goes(part, 0, self.parameters.is_away()),
+            optimizer: goes(part, 1, self.optimizer.is_away() && part.trainable),
+        };
+        parts.iter().map(placed).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_parts_stay_within_the_bounds() {
+        let part = |numel, trainable| RestingPart { numel, trainable, replicated: false };
+        let parts = [part(10, true), part(3, true), part(20, false), part(10, true)];
+        let base =
+            Offload { parameters: Tier::Host, optimizer: Tier::Nvme, least_numel: 4, ..Offload::default() };
+        let away = |offload: Offload| {
+            let placed = offload.placement(&parts);
+            (
+                placed.iter().map(|p| p.parameters).collect::<Vec<_>>(),
+                placed.iter().map(|p| p.optimizer).collect::<Vec<_>>(),
+            )
+        };
+        let (t, f) = (true, false);
+        assert_eq!(away(base), (vec![t, f, t, t], vec![t, f, f, t]));
+        assert_eq!(away(Offload { max_in_memory: 30, ..base }).0, [f, f, f, t]);
+        assert_eq!(away(Offload { max_in_memory: 20, ..base }).0, [f, f, t, f]);
+        assert_eq!(away(Offload { ratio: 0.5, ..base }).1, [f, f, f, t]);
+        assert_eq!(away(Offload { ratio: 0.0, ..base }).1, [f; 4]);
+        assert_eq!(away(Offload::default()), (vec![f; 4], vec![f; 4]));
+    }
+
+    #[test]
+    fn settings_that_contradict_each_other_are_refused() {
+        let base = Offload::default();
+        for (offload, message) in [
+            (Offload { buffer_numel: 1000, ..base }, "buffer_size is 1000; it must be a multiple of 1024"),
+            (Offload { buffer_numel: 0, ..base }, "such as 1024"),
+            (Offload { buffer_count: 0, ..base }, "buffer_count is 0"),
+            (Offload { ratio: 1.5, optimizer: Tier::Host, ..base }, "ratio is 1.5; it must be at least 0"),
+            (Offload { ratio: f64::NAN, ..base }, "ratio is NaN"),
+            (Offload { ratio: 0.5, ..base }, "optimizer is \"none\""),
+            (Offload { max_in_memory: 1, ..base }, "parameters is \"none\""),
+        ] {
+            let error = offload.check().expect_err("refused").to_string();
+            assert!(error.contains(message), "{error}");
+        }
+        base.check().expect("the default");
+    }
+}
