@@ -1,0 +1,78 @@
+//! A rank's own folder, and what is removed from it: files with our names, nothing else.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::Result;
+use crate::error::TierError;
+use crate::lock::Lock;
+use crate::names::is_tiles_file;
+
+/// A rank's folder, locked. Dropping it removes what is ours, and the folder if nothing else is in it.
+#[derive(Debug)]
+pub(crate) struct RankFolder {
+    path: PathBuf,
+    /// There until the drop.
+    lock: Option<Lock>,
+}
+
+impl RankFolder {
+    /// Makes the folder if it is not there, takes it, and removes files that a dead owner left.
+    pub(crate) fn take(path: &Path, what: &str) -> Result<Self> {
+        make(path)?;
+        let lock = Lock::take(path, what)?;
+        remove_tiles(path)?;
+        Ok(Self { path: path.to_path_buf(), lock: Some(lock) })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for RankFolder {
+    fn drop(&mut self) {
+        let _ = remove_tiles(&self.path);
+        self.lock = None;
+        let _ = fs::remove_dir(&self.path);
+    }
+}
+
+/// Makes a folder in one that is there.
+pub(crate) fn make(path: &Path) -> Result<()> {
+    let refused =
+        |cause: String| TierError::Folder { folder: path.to_path_buf(), what: "create".into(), cause };
+    match fs::create_dir(path) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => match fs::metadata(path) {
+            Ok(found) if found.is_dir() => Ok(()),
+            Ok(_) => Err(refused("a file of that name is in its place".into())),
+            Err(e) => Err(refused(e.to_string())),
+        },
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            Err(refused(format!("the folder that it would lie in is not there ({e})")))
+        }
+        Err(e) => Err(refused(e.to_string())),
+    }
+}
+
+/// Removes the files of tiles in a folder whose lock is held.
+pub(crate) fn remove_tiles(folder: &Path) -> Result<()> {
+    let refused = |path: &Path, what: &str, e: std::io::Error| TierError::Folder {
+        folder: path.to_path_buf(),
+        what: what.to_string(),
+        cause: e.to_string(),
+    };
+    for entry in fs::read_dir(folder).map_err(|e| refused(folder, "list", e))? {
+        let entry = entry.map_err(|e| refused(folder, "list", e))?;
+        let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+        if is_file && is_tiles_file(&entry.file_name()) {
+            match fs::remove_file(entry.path()) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(refused(&entry.path(), "remove", e)),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
