@@ -10,7 +10,7 @@ use crate::board::{CHANNELS, SLOTS};
 use crate::buffer::SharedBuffer;
 use crate::error::CommError;
 use crate::fingerprint::{Fingerprint, OpKind, Wire};
-use crate::pending::{GatherTarget, Loan, PendingGather, PendingReduce, Started};
+use crate::pending::{GatherTarget, Loan, Parts, PendingGather, PendingReduce, Started};
 use crate::reduce::sum_windows;
 use crate::transport::{Channel, Transport, Window};
 
@@ -24,11 +24,24 @@ pub struct ReduceScatter<'a> {
     pub label: &'a str,
     /// Elements of one part.
     pub part_numel: usize,
+    /// Parts of every source, one behind another.
+    pub parts: usize,
     /// The type in which they travel: the source holds them packed ([`crate::codec::pack`]). Sums are f32.
     pub precision: Precision,
-    /// The members (this rank among them) that sum their parts of each other's buffers, each the part of its place among
-    /// them. The others take part without reading or being read here.
+    /// The members (this rank among them) whose buffers this rank sums. The others take part without being read here.
     pub summed: Range<usize>,
+}
+
+impl ReduceScatter<'_> {
+    fn parts(&self) -> Parts {
+        let (numel, count) = (self.part_numel, self.parts);
+        Parts { numel, count, precision: self.precision, summed: self.summed.clone() }
+    }
+
+    fn fingerprint(&self) -> Fingerprint {
+        let kind = if self.parts == 1 { OpKind::AllReduce } else { OpKind::ReduceScatter };
+        Fingerprint::new(kind, self.label, self.part_numel * self.parts, self.precision.into())
+    }
 }
 
 /// Ranks that communicate with each other, and this rank's seat among them.
@@ -110,10 +123,15 @@ impl ProcessGroup {
         self.transport.allocate(numel)
     }
 
-    fn begin(&self, fingerprint: Fingerprint, lend: Option<(&SharedBuffer, usize)>) -> Result<Started> {
-        let bytes = lend.map(|(buffer, bytes)| (buffer.handle(), 0..bytes));
-        let seq = self.transport.start(&self.channel, &fingerprint, bytes)?;
-        if let Some((buffer, _)) = lend {
+    fn begin(
+        &self,
+        fingerprint: Fingerprint,
+        lend: Option<(&SharedBuffer, Range<usize>)>,
+    ) -> Result<Started> {
+        let (buffer, bytes) = lend.unzip();
+        let lent = buffer.map(SharedBuffer::handle).zip(bytes);
+        let seq = self.transport.start(&self.channel, &fingerprint, lent)?;
+        if let Some(buffer) = buffer {
             buffer.lent(&self.transport, &self.channel, seq);
         }
         Ok(Started {
@@ -147,7 +165,7 @@ impl ProcessGroup {
             return pending;
         }
         let fingerprint = Fingerprint::new(OpKind::AllGather, label, part_numel * self.size(), Wire::F32);
-        match self.begin(fingerprint, Some((part, part_numel * size_of::<f32>()))) {
+        match self.begin(fingerprint, Some((part, 0..part_numel * size_of::<f32>()))) {
             Ok(started) => pending.started = Some(started),
             Err(error) => pending.error = Some(error),
         }
@@ -163,8 +181,19 @@ impl ProcessGroup {
     /// # Panics
     /// When the buffer is shorter.
     pub fn lend(&self, label: &str, buffer: &SharedBuffer, bytes: usize) -> Result<Loan> {
-        assert!(bytes <= buffer.numel() * size_of::<f32>(), "the buffer holds what is lent");
-        let fingerprint = Fingerprint::new(OpKind::AllGather, label, bytes * self.size(), Wire::Bytes);
+        self.lend_range(label, buffer, 0..bytes)
+    }
+
+    /// As [`ProcessGroup::lend`], of a range of the buffer's bytes.
+    ///
+    /// # Errors
+    /// When the world has failed.
+    ///
+    /// # Panics
+    /// When the buffer is shorter.
+    pub fn lend_range(&self, label: &str, buffer: &SharedBuffer, bytes: Range<usize>) -> Result<Loan> {
+        assert!(bytes.end <= buffer.numel() * size_of::<f32>(), "the buffer holds what is lent");
+        let fingerprint = Fingerprint::new(OpKind::AllGather, label, bytes.len() * self.size(), Wire::Bytes);
         Ok(Loan { started: self.begin(fingerprint, Some((buffer, bytes)))? })
     }
 
@@ -180,33 +209,27 @@ impl ProcessGroup {
         source: impl Into<Option<SharedBuffer>>,
         part_numel: usize,
     ) -> PendingReduce {
-        let how = ReduceScatter { label, part_numel, precision: Precision::F32, summed: 0..self.size() };
+        let (parts, summed) = (self.size(), 0..self.size());
+        let how = ReduceScatter { label, part_numel, parts, precision: Precision::F32, summed };
         self.start_reduction(&how, source.into())
     }
 
-    /// As [`ProcessGroup::start_reduce_scatter`], over some of the members and in any precision.
+    /// As [`ProcessGroup::start_reduce_scatter`], over some of the members, in any precision, and of any number of parts:
+    /// which of them a rank sums it says when it waits.
     ///
     /// # Panics
     /// When `source` is shorter than all parts.
     pub fn start_reduction(&self, how: &ReduceScatter<'_>, source: Option<SharedBuffer>) -> PendingReduce {
-        let numel = how.part_numel * how.summed.len();
-        let bytes = numel * how.precision.bytes();
+        let parts = how.parts();
         assert!(
-            source.as_ref().is_none_or(|s| s.numel() * size_of::<f32>() >= bytes),
+            source.as_ref().is_none_or(|s| s.numel() * size_of::<f32>() >= parts.bytes()),
             "the source holds every part"
         );
-        let mut pending = PendingReduce {
-            started: None,
-            source,
-            part_numel: how.part_numel,
-            precision: how.precision,
-            summed: how.summed.clone(),
-            part: self.rank().saturating_sub(how.summed.start),
-            error: None,
-        };
+        let own_part = self.rank().saturating_sub(how.summed.start);
+        let mut pending = PendingReduce { started: None, source, parts, own_part, error: None };
         if self.size() > 1 {
-            let fingerprint = Fingerprint::new(OpKind::ReduceScatter, how.label, numel, how.precision.into());
-            match self.begin(fingerprint, pending.source.as_ref().map(|s| (s, bytes))) {
+            let lent = pending.source.as_ref().map(|s| (s, 0..pending.parts.bytes()));
+            match self.begin(how.fingerprint(), lent) {
                 Ok(started) => pending.started = Some(started),
                 Err(error) => pending.error = Some(error),
             }
@@ -214,23 +237,27 @@ impl ProcessGroup {
         pending
     }
 
-    /// Sums the first `dst.len()` elements of the members' `source` buffers into `dst`, or adds the sum to what `dst`
-    /// holds; every member gets the same bits. The buffer stays lent until every member has read it.
+    /// As [`ProcessGroup::start_reduction`], at once: puts the sum of the members' `part`-th parts into `dst`, or adds it
+    /// to what `dst` holds. The source stays lent until every member has read it.
     ///
     /// # Errors
     /// When a peer is lost, late, or calls something else.
     ///
     /// # Panics
-    /// When `source` is shorter than `dst`.
-    pub fn sum_lent(&self, label: &str, source: &SharedBuffer, dst: &mut [f32], add: bool) -> Result<()> {
-        let numel = dst.len();
-        assert!(source.numel() >= numel, "the source is as long as the sum");
-        let fingerprint = Fingerprint::new(OpKind::AllReduce, label, numel, Wire::F32);
-        let mut started = self.begin(fingerprint, Some((source, size_of_val(dst))))?;
-        let windows: Vec<Window> =
-            (0..self.size()).map(|peer| started.window(peer, None)).collect::<Result<_>>()?;
-        let slices: Vec<&[f32]> = windows.iter().map(Window::f32s).collect();
-        sum_windows(dst, &slices, add);
+    /// When `source` is shorter than all parts, or `dst` not as long as one.
+    pub fn reduce(
+        &self,
+        how: &ReduceScatter<'_>,
+        source: &SharedBuffer,
+        part: usize,
+        dst: &mut [f32],
+        add: bool,
+    ) -> Result<()> {
+        let parts = how.parts();
+        assert!(source.numel() * size_of::<f32>() >= parts.bytes(), "the source holds every part");
+        assert_eq!(dst.len(), parts.numel, "the sum has the length of a part");
+        let mut started = self.begin(how.fingerprint(), Some((source, 0..parts.bytes())))?;
+        parts.sum(&started, part, dst, add)?;
         started.finish();
         Ok(())
     }
@@ -523,7 +550,7 @@ impl ProcessGroup {
                 }
             };
             fill(piece.clone(), &mut buffer.writable()?[..total]);
-            let mut started = self.begin(fingerprint.clone(), Some((buffer, total * size_of::<f32>())))?;
+            let mut started = self.begin(fingerprint.clone(), Some((buffer, 0..total * size_of::<f32>())))?;
             take(piece.clone(), &started)?;
             started.finish();
             start = piece.end;

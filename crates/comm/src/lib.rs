@@ -23,6 +23,7 @@ mod liveness;
 mod mapping;
 mod memory;
 pub mod pending;
+pub mod quantise;
 pub mod reduce;
 mod rendezvous;
 pub mod shm;

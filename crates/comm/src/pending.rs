@@ -192,17 +192,70 @@ impl Loan {
     }
 }
 
+/// The parts that every buffer of a reduction consists of, and whose are summed.
+#[derive(Debug, Clone)]
+pub(crate) struct Parts {
+    /// Elements of one part.
+    pub(crate) numel: usize,
+    /// How many there are.
+    pub(crate) count: usize,
+    /// The type in which they travel.
+    pub(crate) precision: Precision,
+    /// The members whose buffers are summed.
+    pub(crate) summed: Range<usize>,
+}
+
+impl Parts {
+    /// Bytes of all parts as they travel.
+    pub(crate) fn bytes(&self) -> usize {
+        self.count * self.part_bytes()
+    }
+
+    fn part_bytes(&self) -> usize {
+        self.numel * self.precision.bytes()
+    }
+
+    fn range(&self, part: usize) -> Range<usize> {
+        part * self.part_bytes()..(part + 1) * self.part_bytes()
+    }
+
+    /// Sums one part of the members' buffers. One that lends nothing counts as zeros.
+    pub(crate) fn sum(&self, started: &Started, part: usize, dst: &mut [f32], add: bool) -> Result<()> {
+        let windows = self
+            .summed
+            .clone()
+            .map(|peer| started.window_if_lent(peer, Some(self.range(part))))
+            .collect::<Result<Vec<Option<Window>>>>()?;
+        let missing = if windows.iter().all(Option::is_some) { 0 } else { self.part_bytes() };
+        let missing = vec![0u8; missing];
+        let slices: Vec<&[u8]> =
+            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::bytes)).collect();
+        sum_encoded(dst, &slices, self.precision, add);
+        Ok(())
+    }
+
+    /// The same where this rank is the only one.
+    fn sum_own(&self, source: Option<&SharedBuffer>, part: usize, dst: &mut [f32], add: bool) {
+        match source {
+            Some(source) => {
+                let own = &bytemuck::cast_slice::<f32, u8>(source.as_slice())[self.range(part)];
+                sum_encoded(dst, &[own], self.precision, add);
+            }
+            None if add => {}
+            None => dst.fill(0.0),
+        }
+    }
+}
+
 /// A reduce-scatter that owns the unreduced buffer until every peer has read its part.
 #[derive(Debug)]
 pub struct PendingReduce {
     pub(crate) started: Option<Started>,
     /// `None` for a rank that contributes nothing.
     pub(crate) source: Option<SharedBuffer>,
-    pub(crate) part_numel: usize,
-    pub(crate) precision: Precision,
-    /// The members whose parts are summed, and which part this rank sums.
-    pub(crate) summed: Range<usize>,
-    pub(crate) part: usize,
+    pub(crate) parts: Parts,
+    /// This rank's place among the members whose buffers are summed.
+    pub(crate) own_part: usize,
     pub(crate) error: Option<CommError>,
 }
 
@@ -225,8 +278,9 @@ impl PendingReduce {
         Ok(true)
     }
 
-    /// Waits for every peer's buffer and puts the sum of this rank's parts into `dst`, or adds it to what `dst` holds. A
-    /// rank that contributes nothing counts as zeros.
+    /// Waits for every peer's buffer and puts the sum of this rank's parts into `dst`, or adds it to what `dst` holds: of
+    /// the parts that have this rank's place among those whose buffers are summed. A rank that contributes nothing counts as
+    /// zeros.
     ///
     /// # Errors
     /// When a peer is lost, late, or calls something else; `dst` is then unchanged.
@@ -234,34 +288,36 @@ impl PendingReduce {
     /// # Panics
     /// When `dst` is not as long as a part.
     pub fn sum_into(&mut self, dst: &mut [f32], add: bool) -> Result<()> {
-        assert_eq!(dst.len(), self.part_numel, "the sum has the length of a part");
+        self.sum_part_into(self.own_part, dst, add)?;
+        self.finish();
+        Ok(())
+    }
+
+    /// As [`PendingReduce::sum_into`], of any part. The buffers stay lent until [`PendingReduce::finish`].
+    ///
+    /// # Errors
+    /// As [`PendingReduce::sum_into`].
+    ///
+    /// # Panics
+    /// As [`PendingReduce::sum_into`], and when there is no such part.
+    pub fn sum_part_into(&self, part: usize, dst: &mut [f32], add: bool) -> Result<()> {
+        assert_eq!(dst.len(), self.parts.numel, "the sum has the length of a part");
+        assert!(part < self.parts.count, "part {part} of {}", self.parts.count);
         if let Some(error) = self.error.clone() {
             return Err(error);
         }
-        let bytes = self.part_numel * self.precision.bytes();
-        let Some(started) = &mut self.started else {
-            match &self.source {
-                Some(source) => {
-                    let own = &bytemuck::cast_slice::<f32, u8>(source.as_slice())[..bytes];
-                    sum_encoded(dst, &[own], self.precision, add);
-                }
-                None if add => {}
-                None => dst.fill(0.0),
-            }
-            return Ok(());
-        };
-        let own = self.part * bytes..(self.part + 1) * bytes;
-        let windows = self
-            .summed
-            .clone()
-            .map(|peer| started.window_if_lent(peer, Some(own.clone())))
-            .collect::<Result<Vec<Option<Window>>>>()?;
-        let missing = if windows.iter().all(Option::is_some) { Vec::new() } else { vec![0u8; bytes] };
-        let slices: Vec<&[u8]> =
-            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::bytes)).collect();
-        sum_encoded(dst, &slices, self.precision, add);
-        started.finish();
+        match &self.started {
+            Some(started) => self.parts.sum(started, part, dst, add)?,
+            None => self.parts.sum_own(self.source.as_ref(), part, dst, add),
+        }
         Ok(())
+    }
+
+    /// Tells the peers that this rank has summed what it needs.
+    pub fn finish(&mut self) {
+        if let Some(started) = &mut self.started {
+            started.finish();
+        }
     }
 
     /// Ends the operation and hands the unreduced buffer back. Peers may still read it:

@@ -84,7 +84,12 @@ pub fn sum_encoded(dst: &mut [f32], windows: &[&[u8]], precision: Precision, add
 /// Sums `windows` windows of which `read` puts a range into a block, a block of elements at a time: a counter whose levels
 /// stay where they are.
 #[inline(always)]
-fn sum_read(dst: &mut [f32], windows: usize, read: impl Fn(usize, Range<usize>, &mut [f32]), add: bool) {
+pub(crate) fn sum_read(
+    dst: &mut [f32],
+    windows: usize,
+    read: impl Fn(usize, Range<usize>, &mut [f32]),
+    add: bool,
+) {
     let depth = (usize::BITS - windows.leading_zeros()) as usize;
     // Level `k` holds the sum of 2^k windows wherever bit `k` of the number of windows so far is set.
     let mut levels = vec![[0.0f32; BLOCK]; depth];

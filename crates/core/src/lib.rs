@@ -10,6 +10,7 @@
 //! - [`wire`]: what travels in fewer bits still, and through which groups of ranks.
 //! - [`offload`]: where state rests between its uses.
 //! - [`statistics`]: what optimizers keep and need beside parameters and gradients.
+//! - [`traffic`]: bytes sent, by the kind of link.
 //! - [`seed`]: random numbers keyed by names, not by the order in which they are drawn.
 
 #![forbid(unsafe_code)]
@@ -26,6 +27,7 @@ pub mod seed;
 pub mod shard;
 pub mod statistics;
 pub mod strategy;
+pub mod traffic;
 pub mod wire;
 
 pub use error::{LayoutError, PlanError};
@@ -40,4 +42,5 @@ pub use seed::seed_for;
 pub use shard::{ShardMetadata, ShardedParam};
 pub use statistics::{OptimizerKind, OptimizerPlan, ScratchSize, StatisticsSize};
 pub use strategy::ShardingStrategy;
+pub use traffic::Traffic;
 pub use wire::{ErrorFeedback, QUANTISATION_BLOCK, Quantization, Rounding, WireConfig};

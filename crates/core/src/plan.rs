@@ -33,6 +33,8 @@ use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
 use crate::statistics::{OptimizerPlan, PlannedStatistics};
 use crate::strategy::ShardingStrategy;
+use crate::traffic::Traffic;
+use crate::wire::WireConfig;
 
 /// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
 const F32: u64 = 4;
@@ -64,11 +66,13 @@ pub enum Purpose {
     LowPrecisionParameters,
     /// A group's sum of one part of a gradient, on its way to the other groups.
     ReplicaSum,
+    /// A node's sums of parts of a gradient, on their way to the other nodes.
+    HierarchyRelay,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 11] = [
+    pub const ALL: [Purpose; 12] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::WeightAverages,
@@ -80,6 +84,7 @@ impl Purpose {
         Purpose::UnitGradient,
         Purpose::LowPrecisionParameters,
         Purpose::ReplicaSum,
+        Purpose::HierarchyRelay,
     ];
 
     /// The name used in reports.
@@ -96,6 +101,7 @@ impl Purpose {
             Purpose::UnitGradient => "unit gradient",
             Purpose::LowPrecisionParameters => "low-precision parameters",
             Purpose::ReplicaSum => "sum across replicas",
+            Purpose::HierarchyRelay => "sums across nodes",
         }
     }
 }
@@ -152,7 +158,7 @@ impl UnitSize {
 }
 
 /// Everything the plan depends on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct PlanInput {
     /// Each unit, the root not among them.
     pub units: Vec<UnitSize>,
@@ -170,6 +176,8 @@ pub struct PlanInput {
     pub shard_group: usize,
     /// What is narrower than f32.
     pub precision: MixedPrecision,
+    /// What is quantised, and the nodes that everything travels through.
+    pub wire: WireConfig,
     /// Whether the rounds' full gradients are added up before one reduction.
     pub unsharded_accumulation: bool,
 }
@@ -195,6 +203,18 @@ impl PlanInput {
         LOW.contains(&kind) || self.precision.param_dtype.is_low()
     }
 
+    /// Ranks that sum each other's full gradients, and how many such groups there are.
+    fn groups(&self) -> (u64, u64) {
+        let near = self.node().unwrap_or(self.shard_group).max(1);
+        (near as u64, (self.schedule.ranks() / near) as u64)
+    }
+
+    /// The ranks of one node, if one copy of the model is spread over several.
+    fn node(&self) -> Option<usize> {
+        let node = self.wire.node(self.schedule.ranks()).ok().flatten();
+        node.filter(|_| !self.strategy.is_hybrid())
+    }
+
     /// How often a step reduces.
     fn reductions(&self) -> usize {
         if self.unsharded_accumulation { 1 } else { self.schedule.rounds() }
@@ -205,7 +225,7 @@ impl PlanInput {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
     bytes: Vec<(Purpose, u64)>,
-    sent_per_step: u64,
+    sent: Traffic,
 }
 
 impl MemoryPlan {
@@ -216,10 +236,7 @@ impl MemoryPlan {
             let width = if purpose == Purpose::LowPrecisionParameters { LOW_WIDTH } else { F32 };
             (purpose, width * sizes.elements(purpose, input))
         };
-        Self {
-            bytes: Purpose::ALL.into_iter().map(bytes_of).collect(),
-            sent_per_step: sizes.sent_bytes(input),
-        }
+        Self { bytes: Purpose::ALL.into_iter().map(bytes_of).collect(), sent: sizes.sent(input) }
     }
 
     /// The bytes for one purpose.
@@ -239,7 +256,12 @@ impl MemoryPlan {
 
     /// Bytes of parameters and gradients that the rank sends in one step: what its peers take from it.
     pub fn sent_per_step(&self) -> u64 {
-        self.sent_per_step
+        self.sent.total()
+    }
+
+    /// Those of them that leave the rank's node, or its group of a hybrid strategy.
+    pub fn sent_across_per_step(&self) -> u64 {
+        self.sent.across
     }
 }
 
@@ -290,10 +312,7 @@ impl Sizes {
             },
             Purpose::WeightAverages => sum(TRAINED, kept) * u64::from(input.optimizer.average),
             Purpose::OptimizerScratch => input.optimizer.scratch as u64,
-            Purpose::GradientShards if input.optimizer.in_backward => {
-                let largest = TRAINED.map(|kind| self.largest[kind].max(self.root[kind]));
-                largest[0].max(largest[1]) / input.shard_group as u64
-            }
+            Purpose::GradientShards if input.optimizer.in_backward => self.largest_part(input),
             Purpose::GradientShards => sum(TRAINED, &self.shards) * max_partials(input.reductions()) as u64,
             Purpose::GatheredRoot => gathered(&self.root),
             Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
@@ -309,10 +328,18 @@ impl Sizes {
             Purpose::LowPrecisionParameters => 0,
             Purpose::ReplicaSum => {
                 let across = input.replicas() > 1 && input.strategy.is_hybrid();
-                let largest = TRAINED.map(|kind| self.largest[kind].max(self.root[kind]));
-                u64::from(across) * largest[0].max(largest[1]) / input.shard_group as u64
+                u64::from(across) * self.largest_part(input)
+            }
+            Purpose::HierarchyRelay => {
+                input.node().map_or(0, |_| input.groups().1 * self.largest_part(input))
             }
         }
+    }
+
+    /// Elements of the largest shard of a trained flat parameter.
+    fn largest_part(&self, input: &PlanInput) -> u64 {
+        let largest = TRAINED.map(|kind| self.largest[kind].max(self.root[kind]));
+        largest[0].max(largest[1]) / input.shard_group as u64
     }
 
     /// Elements of the buffers that units share for flat parameters of one kind.
@@ -322,26 +349,35 @@ impl Sizes {
         self.largest[kind] * input.gather.slots(&sizes, &has, input.schedule.rounds()) as u64
     }
 
-    fn sent_bytes(&self, input: &PlanInput) -> u64 {
-        let (w, rounds) = (input.shard_group as u64, input.schedule.rounds() as u64);
+    fn sent(&self, input: &PlanInput) -> Traffic {
+        let rounds = input.schedule.rounds() as u64;
         let sharded = input.strategy.is_sharded();
-        let gathered = |kind: usize| match (sharded, input.strategy.reshards_after_forward()) {
-            (false, _) => 0,
-            (true, reshards) => {
-                let passes = rounds * (1 + u64::from(reshards));
-                let width =
-                    if LOW.contains(&kind) { LOW_WIDTH } else { input.precision.param_dtype.bytes() as u64 };
-                width * (self.root[kind] + passes * self.units[kind])
-            }
+        let gathered = |kind: usize| {
+            let passes = rounds * (1 + u64::from(input.strategy.reshards_after_forward()));
+            let width =
+                if LOW.contains(&kind) { LOW_WIDTH } else { input.precision.param_dtype.bytes() as u64 };
+            width * (self.root[kind] + passes * self.units[kind])
         };
-        let (once, reductions) =
-            (sum(TRAINED, &self.root) + sum(TRAINED, &self.units), input.reductions() as u64);
+        let gathered: u64 = if sharded { (0..KINDS).map(gathered).sum() } else { 0 };
+        let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
         // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
         let summed = u64::from(!sharded) * once * F32;
-        let across = if input.strategy.is_hybrid() { input.replicas() - 1 } else { 0 };
-        let reduced = once * reductions * input.precision.reduce_dtype.bytes() as u64;
-        // Every padded size is a multiple of the group's.
-        (w - 1) * ((0..KINDS).map(gathered).sum::<u64>() + reduced + summed) / w
-            + across * once * reductions * F32 / w
+        let reduced = reduce_traffic(once * input.precision.reduce_dtype.bytes() as u64, once * F32, input);
+        gather_traffic(gathered + summed, input) + reduced * input.reductions() as u64
     }
+}
+
+/// What a rank sends when `bytes`, of all ranks that share the model together, are gathered from it and its peers.
+fn gather_traffic(bytes: u64, input: &PlanInput) -> Traffic {
+    let (sharers, near) = (input.shard_group as u64, input.groups().0);
+    // Every padded size is a multiple of the number of sharers.
+    let part = bytes / sharers;
+    Traffic { inside: (near - 1) * part, across: (sharers - near) * part }
+}
+
+/// What a rank sends when full gradients are summed: of `bytes` inside the groups, and of sums of `sum_bytes` across them.
+fn reduce_traffic(bytes: u64, sum_bytes: u64, input: &PlanInput) -> Traffic {
+    let (sharers, (near, groups)) = (input.shard_group as u64, input.groups());
+    let parts = sharers / near;
+    Traffic { inside: (near - 1) * parts * bytes / sharers, across: (groups - 1) * sum_bytes / sharers }
 }

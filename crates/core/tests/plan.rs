@@ -48,6 +48,7 @@ fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rou
         gather: shardwise_core::GatherPolicy::default(),
         shard_group: ranks,
         precision: shardwise_core::MixedPrecision::default(),
+        wire: shardwise_core::WireConfig::default(),
         unsharded_accumulation: false,
     }
 }

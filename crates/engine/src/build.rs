@@ -4,20 +4,21 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shardwise_comm::ProcessGroup;
-use shardwise_core::{FlatLayout, Purpose};
+use shardwise_core::{FlatLayout, Purpose, Traffic};
 
 use crate::Result;
+use crate::across::Across;
 use crate::config::EngineConfig;
 use crate::coordinator::Coordinator;
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventLog;
 use crate::handle::{FlatParamHandle, HandleConfig};
+use crate::hierarchy::Groups;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::optimizer::ParamGroups;
 use crate::pool::Pools;
-use crate::replicas::Replicas;
 use crate::scale::LossScaler;
 use crate::unit::{Place, Units};
 use crate::whole::Whole;
@@ -56,13 +57,13 @@ impl Engine {
         let rank = group.rank();
         let comm = |source| EngineError::Comm { rank, source };
         let reductions = group.split(0, rank as u64).map_err(comm)?;
-        let (shards, replicas) = shard_groups(&group, &config)?;
+        let Groups { shards, node, across, summed } = Groups::split(&group, &config)?;
         let handle_config = HandleConfig {
             strategy: config.strategy,
             precision: config.precision,
             average: config.ema_decay.is_some(),
             world: group.size(),
-            first_sharer: rank / shards.size() * shards.size(),
+            summed,
         };
         let mut numel = 0;
         let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
@@ -95,7 +96,7 @@ impl Engine {
             low_version: None,
             version: 0,
             gathers_masters: false,
-            replicas: None,
+            across: None,
             scaler: LossScaler::new(config.loss_scale),
             updates: 0,
             skips: 0,
@@ -120,18 +121,18 @@ impl Engine {
             events: EventLog::default(),
             phase: Phase::Idle,
             step: 0,
-            bytes_sent: 0,
+            sent: Traffic::default(),
             gathered_bytes: 0,
             gathered_bytes_peak: 0,
             failure: Arc::default(),
         };
-        engine.allocate_derived(replicas)?;
+        engine.allocate_derived(node, across)?;
         engine.zero_params()?;
         Ok(engine)
     }
 
     /// Allocates what some configurations need besides parameters and statistics.
-    fn allocate_derived(&mut self, replicas: Option<ProcessGroup>) -> Result<()> {
+    fn allocate_derived(&mut self, node: Option<ProcessGroup>, across: Option<ProcessGroup>) -> Result<()> {
         if self.config.strategy.is_sharded() && self.shards.size() > 1 {
             let mut numel = 0;
             for handle in self.units.handles_mut().filter(|handle| handle.param_dtype().is_low()) {
@@ -144,11 +145,14 @@ impl Engine {
                 self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
             }
         }
-        if let Some(replicas) = replicas {
+        if let Some(across) = across {
             let parts = self.units.handles().filter(|h| h.is_trainable());
             let largest = parts.map(|h| h.layout().shard_numel()).max().unwrap_or(0);
-            let replicas = Replicas::new(replicas, largest, &mut self.ledger);
-            self.replicas = Some(self.comm(replicas)?);
+            let across = match &node {
+                Some(node) => Across::nodes(across, (node.size(), node.rank()), largest, &mut self.ledger),
+                None => Across::replicas(across, self.shards.rank(), largest, &mut self.ledger),
+            };
+            self.across = Some(self.comm(across)?);
         }
         Ok(())
     }
@@ -160,22 +164,4 @@ impl Engine {
         }
         Ok(())
     }
-}
-
-/// Splits the ranks into groups that share one copy of the model; in a hybrid layout also into those, one of each group,
-/// that keep the same elements.
-fn shard_groups(group: &ProcessGroup, config: &EngineConfig) -> Result<(ProcessGroup, Option<ProcessGroup>)> {
-    let (size, rank) = (config.shard_group_size(group.size())?, group.rank());
-    let split = |color: usize| {
-        let split = group.split(color as u64, rank as u64);
-        split.map_err(|source| EngineError::Comm { rank, source })
-    };
-    // Also without groups in an order of operations of its own: parameters are lent for a whole step, and an order holds a
-    // bounded number of operations that are not finished.
-    let shards = split(rank / size)?;
-    if !config.strategy.is_hybrid() {
-        return Ok((shards, None));
-    }
-    let replicas = split(rank % size)?;
-    Ok((shards, Some(replicas).filter(|replicas| replicas.size() > 1)))
 }

@@ -211,6 +211,8 @@ pub struct StepReport {
     pub loss_scale: f64,
     /// Bytes of parameters and gradients that this rank sent to others.
     pub bytes_sent: u64,
+    /// Those of them that left this rank's node, or its group of a hybrid strategy.
+    pub bytes_sent_across: u64,
     /// Bytes that it sent for optimizers that look at whole parameters.
     pub update_bytes_sent: u64,
     /// The most bytes of full parameters (root and units) that this rank held at a time.

@@ -9,9 +9,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use shardwise_comm::{CommError, Loan, PendingReduce, ProcessGroup, SharedBuffer};
-use shardwise_core::{BackwardPrefetch, GatherPolicy, RoundAssignment, StepSchedule, max_partials};
+use shardwise_core::{BackwardPrefetch, GatherPolicy, RoundAssignment, StepSchedule, Traffic, max_partials};
 
 use crate::Result;
+use crate::across::Across;
 use crate::config::{Accumulation, EngineConfig, StepReport, UnitId};
 use crate::coordinator::Coordinator;
 use crate::error::EngineError;
@@ -23,7 +24,6 @@ use crate::norm::clip_coefficient;
 use crate::optimizer::StepUpdate;
 use crate::pass::ForwardPass;
 use crate::pool::Pools;
-use crate::replicas::Replicas;
 use crate::scale::LossScaler;
 use crate::unit::{Place, Units};
 use crate::whole::Whole;
@@ -54,8 +54,8 @@ pub struct Engine {
     pub(crate) group: ProcessGroup,
     /// The ranks that share one copy of the model: all, or a group of a hybrid layout.
     pub(crate) shards: ProcessGroup,
-    /// In a hybrid layout, the ranks that keep the same elements.
-    pub(crate) replicas: Option<Replicas>,
+    /// The second hop of reductions, over the groups of a hybrid layout or over nodes.
+    pub(crate) across: Option<Across>,
     /// All ranks, with an order of operations of its own for reductions: ranks may use different units.
     pub(crate) reductions: ProcessGroup,
     pub(crate) config: EngineConfig,
@@ -102,7 +102,7 @@ pub struct Engine {
     /// Steps that the averages of the weights have seen, and whether they have changed places with the weights.
     pub(crate) averaged: u64,
     pub(crate) averages_swapped: bool,
-    pub(crate) bytes_sent: u64,
+    pub(crate) sent: Traffic,
     pub(crate) gathered_bytes: u64,
     pub(crate) gathered_bytes_peak: u64,
     pub(crate) failure: Arc<OnceLock<EngineError>>,
@@ -198,7 +198,7 @@ impl Engine {
             }
         }
         self.step += 1;
-        (self.bytes_sent, self.gathered_bytes_peak, self.whole.bytes_sent) = (0, 0, 0);
+        (self.sent, self.gathered_bytes_peak, self.whole.bytes_sent) = (Traffic::default(), 0, 0);
         self.weight = 0.0;
         self.phase = Phase::Step { schedule, round: 0 };
         self.gather_ahead_of_round(false)?;
@@ -455,7 +455,8 @@ impl Engine {
             clip_coefficient: clip,
             skipped,
             loss_scale,
-            bytes_sent: self.bytes_sent,
+            bytes_sent: self.sent.total(),
+            bytes_sent_across: self.sent.across,
             update_bytes_sent: self.whole.bytes_sent,
             gathered_bytes_peak: self.gathered_bytes_peak,
         })

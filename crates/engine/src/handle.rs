@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use shardwise_comm::codec::round;
 use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, MixedPrecision, Precision, Purpose, ShardingStrategy};
+use shardwise_core::{FlatLayout, MixedPrecision, Precision, Purpose, ShardingStrategy, Traffic};
 
 use crate::ledger::Ledger;
 use crate::optimizer::ParamRule;
@@ -70,10 +70,10 @@ pub struct FlatParamHandle {
     pub(crate) low_start: usize,
     /// Ranks that read this rank's part of a gather.
     readers: usize,
-    /// The ranks, in the group of reductions, that share one copy of the model with this one.
-    sharers: Range<usize>,
-    /// Ranks, this one included, that keep the same elements in a hybrid layout.
-    replicas: usize,
+    /// The ranks whose full gradients this one sums, of all: its node, its group of a hybrid layout, or all of them.
+    summed: Range<usize>,
+    /// How many such groups there are.
+    groups: usize,
     /// The elements of the flat parameter that this rank keeps, without padding.
     pub(crate) owned: Range<usize>,
     /// The elements whose gradient this rank sums, without padding: its shard.
@@ -98,7 +98,7 @@ pub struct FlatParamHandle {
 }
 
 /// What all handles of an engine share.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct HandleConfig {
     pub(crate) strategy: ShardingStrategy,
     pub(crate) precision: MixedPrecision,
@@ -106,8 +106,8 @@ pub(crate) struct HandleConfig {
     pub(crate) average: bool,
     /// All ranks.
     pub(crate) world: usize,
-    /// The first of those that share one copy of the model with this one.
-    pub(crate) first_sharer: usize,
+    /// Those whose full gradients this one sums.
+    pub(crate) summed: Range<usize>,
 }
 
 /// Where a gather finds the parameters.
@@ -159,8 +159,8 @@ impl FlatParamHandle {
             precision: MixedPrecision { param_dtype, ..config.precision },
             low_start: 0,
             readers: if whole { 0 } else { group.size() - 1 },
-            sharers: config.first_sharer..config.first_sharer + group.size(),
-            replicas: if config.strategy.is_hybrid() { config.world / group.size() } else { 1 },
+            summed: config.summed.clone(),
+            groups: config.world / config.summed.len(),
             owned,
             shard,
             span: start..start + numel,
@@ -324,7 +324,17 @@ impl FlatParamHandle {
     }
 
     /// Bytes that this rank sends in one gather: its part, to each peer.
-    pub(crate) fn gather_bytes_sent(&self, precision: Precision) -> u64 {
-        (self.readers * self.layout.shard_numel() * precision.bytes()) as u64
+    pub(crate) fn gather_traffic(&self, precision: Precision) -> Traffic {
+        if self.is_whole() {
+            return Traffic::default();
+        }
+        self.to_readers(self.layout.shard_numel() * precision.bytes())
+    }
+
+    /// The bytes of this rank's part, to each rank that shares the model: those of other nodes are across.
+    pub(crate) fn to_readers(&self, bytes: usize) -> Traffic {
+        let sharers = self.layout.world_size();
+        let near = self.summed.len().min(sharers);
+        Traffic::of((near - 1) * bytes, (sharers - near) * bytes)
     }
 }

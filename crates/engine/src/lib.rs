@@ -13,6 +13,7 @@
 //! - [`ledger`], [`events`]: what is held, and what happened.
 
 mod access;
+mod across;
 mod average;
 mod build;
 pub mod config;
@@ -21,6 +22,7 @@ pub mod engine;
 pub mod error;
 pub mod events;
 pub mod handle;
+mod hierarchy;
 mod in_backward;
 pub mod ledger;
 pub mod lr;
@@ -30,7 +32,6 @@ mod partial;
 pub mod pass;
 mod pool;
 mod reduce;
-mod replicas;
 pub mod scale;
 mod unit;
 mod unshard;

@@ -53,7 +53,7 @@ impl Engine {
             let started = self.units[at].start_reduce(&self.reductions, pre_divisor, self.diverged);
             self.comm(started)?;
             self.reducing.push_back(at);
-            self.bytes_sent += self.units[at].reduce_bytes_sent();
+            self.sent += self.units[at].reduce_traffic();
             self.note(unit, EventKind::ReduceStarted);
         }
         Ok(())
@@ -72,7 +72,7 @@ impl Engine {
             }
             self.reserve_next_partial(at)?;
             if let Some(pending) = self.units[at].take_reduction() {
-                let (buffer, result) = self.units[at].sum_part(pending, self.replicas.as_mut());
+                let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
                 self.take_in(at, buffer, result)?;
             }
         }
@@ -144,7 +144,7 @@ impl Engine {
             let source = self.units[at].take_deferred();
             let pending = self.units[at].reduction(&self.group, source);
             self.reserve_next_partial(at)?;
-            let (buffer, result) = self.units[at].sum_part(pending, self.replicas.as_mut());
+            let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
             self.take_in(at, buffer, result)?;
         }
         self.comm(self.reductions.realign(&self.group))
@@ -352,7 +352,7 @@ impl Engine {
         let dest = self.comm(taken)?;
         let handle = &mut self.units[at];
         let (gradient, gathered) = handle.gather_gradient(&self.shards, dest);
-        self.bytes_sent += self.comm(gathered)?;
+        self.sent += self.comm(gathered)?;
         Ok(gradient)
     }
 }

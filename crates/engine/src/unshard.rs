@@ -93,7 +93,7 @@ impl Engine {
         let precision = self.gather_precision(at);
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
-        self.bytes_sent += handle.gather_bytes_sent(precision);
+        self.sent += handle.gather_traffic(precision);
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);

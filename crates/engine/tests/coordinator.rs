@@ -65,6 +65,7 @@ fn no_knob_changes_a_bit_and_the_plan_knows_them_all() {
             gather: config.gather_policy(),
             shard_group: RANKS,
             precision: config.precision,
+            wire: config.wire,
             unsharded_accumulation: false,
         });
         let results = threads::run(RANKS, DEADLINE, |group| {

@@ -184,6 +184,7 @@ fn the_ledger_equals_the_plan_with_groups() {
                     gather: config.gather_policy(),
                     shard_group: ranks,
                     precision: config.precision,
+                    wire: config.wire,
                     unsharded_accumulation: false,
                 });
                 threads::run(ranks, DEADLINE, |group| {

@@ -100,6 +100,7 @@ fn one_gradient_shard_serves_all_units() {
             gather: config.gather_policy(),
             shard_group: sharers,
             precision,
+            wire: config.wire,
             unsharded_accumulation: false,
         });
         let largest = layouts.iter().map(|layout| layout.shard_numel()).max().expect("layouts");

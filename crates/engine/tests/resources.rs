@@ -22,6 +22,7 @@ fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) ->
         gather: config.gather_policy(),
         shard_group: config.shard_group_size(ranks).expect("groups that fit"),
         precision: config.precision,
+        wire: config.wire,
         unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
     })
 }
@@ -36,6 +37,7 @@ fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfi
         for _ in 0..2 {
             let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
             assert_eq!(report.bytes_sent, plan.sent_per_step(), "{what}");
+            assert_eq!(report.bytes_sent_across, plan.sent_across_per_step(), "{what}");
         }
         for purpose in Purpose::ALL {
             let (peak, planned) = (engine.ledger().peak(purpose), plan.bytes(purpose));

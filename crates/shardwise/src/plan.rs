@@ -46,6 +46,7 @@ pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan
         gather: engine.gather_policy(),
         shard_group: engine.shard_group_size(config.run.ranks).map_err(RunError::user)?,
         precision: engine.precision,
+        wire: engine.wire,
         unsharded_accumulation: engine.accumulation == Accumulation::Unsharded,
     }))
 }

@@ -2,14 +2,14 @@
 
 use shardwise_comm::codec::{pack, round, unpack};
 use shardwise_comm::{CommError, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
-use shardwise_core::{Purpose, ShardMetadata};
+use shardwise_core::{Purpose, ShardMetadata, Traffic};
 
 use super::{FlatParamHandle, GradientState};
+use crate::across::Across;
 use crate::ledger::Ledger;
 use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::state::Kept;
 use crate::optimizer::{StateSlice, StepUpdate};
-use crate::replicas::Replicas;
 
 impl FlatParamHandle {
     /// Lets parameter `index` write its gradient: `write(window, overwrite)`.
@@ -72,8 +72,9 @@ impl FlatParamHandle {
         let how = ReduceScatter {
             label: self.layout.unit(),
             part_numel: self.layout.shard_numel(),
+            parts: self.layout.world_size(),
             precision: self.precision.reduce_dtype,
-            summed: self.sharers.clone(),
+            summed: self.summed.clone(),
         };
         group.start_reduction(&how, source)
     }
@@ -131,21 +132,19 @@ impl FlatParamHandle {
         }
     }
 
-    /// Sums this rank's part of a reduction, in a hybrid layout then across the `replicas`, and hands the full gradient's
-    /// buffer back.
+    /// Sums this rank's part of a reduction, in two hops if there is `across`, and hands the full gradient's buffer back.
     pub(crate) fn sum_part(
         &mut self,
         mut pending: PendingReduce,
-        replicas: Option<&mut Replicas>,
+        across: Option<&mut Across>,
     ) -> (Option<SharedBuffer>, Result<(), CommError>) {
         self.reduced = true;
         let numel = self.layout.shard_numel();
-        let result = match replicas {
+        let result = match across {
             None => self.partials.take_in(|sum, add| pending.sum_into(&mut sum[..numel], add)),
-            Some(replicas) => {
+            Some(across) => {
                 let label = self.layout.unit();
-                self.partials
-                    .take_in(|sum, add| replicas.sum_across(label, &mut pending, &mut sum[..numel], add))
+                self.partials.take_in(|sum, add| across.sum(label, &mut pending, &mut sum[..numel], add))
             }
         };
         (pending.into_source(), result)
@@ -244,13 +243,13 @@ impl FlatParamHandle {
         &mut self,
         group: &ProcessGroup,
         dest: SharedBuffer,
-    ) -> (SharedBuffer, Result<u64, CommError>) {
+    ) -> (SharedBuffer, Result<Traffic, CommError>) {
         match &self.sum {
             Some(sum) => {
                 let (whole, gathered) = group.start_all_gather(self.layout.unit(), sum, dest).wait();
-                (whole, gathered.map(|()| self.sum_bytes_sent()))
+                (whole, gathered.map(|()| self.sum_traffic()))
             }
-            None => (dest, Ok(0)),
+            None => (dest, Ok(Traffic::default())),
         }
     }
 
@@ -293,15 +292,17 @@ impl FlatParamHandle {
         }
     }
 
-    /// Bytes that this rank sends in one reduction: every peer's part, and its sum to the replicas.
-    pub(crate) fn reduce_bytes_sent(&self) -> u64 {
-        let inside = (self.sharers.len() - 1) * self.precision.reduce_dtype.bytes();
-        let across = (self.replicas - 1) * size_of::<f32>();
-        ((inside + across) * self.layout.shard_numel()) as u64
+    /// Bytes that this rank sends in one reduction: parts to each peer of its group, its sums to the other groups.
+    pub(crate) fn reduce_traffic(&self) -> Traffic {
+        let (part, near) = (self.layout.shard_numel(), self.summed.len());
+        // With nodes a peer sums the parts of all ranks that have its place.
+        let parts = self.layout.world_size() / near;
+        let inside = (near - 1) * parts * part * self.precision.reduce_dtype.bytes();
+        Traffic::of(inside, (self.groups - 1) * part * size_of::<f32>())
     }
 
     /// Bytes that this rank sends when the summed gradient is gathered: its part, to each peer.
-    fn sum_bytes_sent(&self) -> u64 {
-        ((self.sharers.len() - 1) * self.layout.shard_numel() * size_of::<f32>()) as u64
+    fn sum_traffic(&self) -> Traffic {
+        self.to_readers(self.layout.shard_numel() * size_of::<f32>())
     }
 }

@@ -270,10 +270,11 @@ pub fn rounded(x: f32, precision: Precision) -> f32 {
 }
 
 /// The reduction order, written as the text of the rule: each micro-batch's gradient as it travels; a tree over the ranks
-/// of a group, one over the groups, then the counter over rounds; divided once.
+/// of a group or node, one over those, then the counter over rounds; divided once.
 fn averaged(micro_batches: usize, ranks: usize, config: &EngineConfig, of: impl Fn(usize) -> f32) -> f32 {
     let add = |a: f32, b: f32| a + b;
-    let group = config.shard_group_size(ranks).expect("groups that fit");
+    let nodes = config.node_size(ranks).expect("nodes that fit");
+    let group = nodes.unwrap_or(config.shard_group_size(ranks).expect("groups that fit"));
     let low = config.precision.reduce_dtype;
     let pre = if low == Precision::F32 { 1.0 } else { pre_divisor(micro_batches) as f32 };
     let scale = match config.loss_scale {
