@@ -155,12 +155,27 @@ impl ProcessGroup {
         part: &SharedBuffer,
         dest: T,
     ) -> PendingGather<T> {
-        let part_numel = part.numel();
+        self.start_all_gather_of(label, (part, part.numel()), dest)
+    }
+
+    /// As [`ProcessGroup::start_all_gather`], of the first elements of a buffer that may be longer.
+    ///
+    /// # Panics
+    /// When `dest` is shorter than all parts, or the buffer than its part.
+    pub fn start_all_gather_of<T: GatherTarget>(
+        &self,
+        label: &str,
+        (part, part_numel): (&SharedBuffer, usize),
+        dest: T,
+    ) -> PendingGather<T> {
+        assert!(part.numel() >= part_numel, "the buffer holds the part");
         assert!(dest.numel() >= part_numel * self.size(), "the gathered buffer holds every part");
         let mut pending = PendingGather { started: None, dest, part_numel, error: None };
         if self.size() == 1 {
-            let copied =
-                pending.dest.target().map(|dest| dest[..part_numel].copy_from_slice(part.as_slice()));
+            let copied = pending
+                .dest
+                .target()
+                .map(|dest| dest[..part_numel].copy_from_slice(&part.as_slice()[..part_numel]));
             pending.error = copied.err();
             return pending;
         }

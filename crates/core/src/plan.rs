@@ -28,6 +28,7 @@ use std::fmt;
 
 use crate::gather::GatherPolicy;
 use crate::layout::FlatLayout;
+use crate::offload::{Offload, Placement, RestingPart, Tier};
 use crate::precision::MixedPrecision;
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
@@ -68,11 +69,19 @@ pub enum Purpose {
     ReplicaSum,
     /// A node's sums of parts of a gradient, on their way to the other nodes.
     HierarchyRelay,
+    /// Buffers through which passes what rests elsewhere.
+    TierBuffers,
+    /// Shards that rest elsewhere, on their way into a gather.
+    StagedParameters,
+    /// The sum of one gradient shard that rests elsewhere.
+    StagedGradient,
+    /// What rests elsewhere of one flat parameter, for the update by an optimizer that needs all of it at once.
+    ReloadedState,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 12] = [
+    pub const ALL: [Purpose; 16] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::WeightAverages,
@@ -85,6 +94,10 @@ impl Purpose {
         Purpose::LowPrecisionParameters,
         Purpose::ReplicaSum,
         Purpose::HierarchyRelay,
+        Purpose::TierBuffers,
+        Purpose::StagedParameters,
+        Purpose::StagedGradient,
+        Purpose::ReloadedState,
     ];
 
     /// The name used in reports.
@@ -102,6 +115,10 @@ impl Purpose {
             Purpose::LowPrecisionParameters => "low-precision parameters",
             Purpose::ReplicaSum => "sum across replicas",
             Purpose::HierarchyRelay => "sums across nodes",
+            Purpose::TierBuffers => "tier buffers",
+            Purpose::StagedParameters => "staged parameters",
+            Purpose::StagedGradient => "staged gradient",
+            Purpose::ReloadedState => "reloaded state",
         }
     }
 }
@@ -124,6 +141,9 @@ pub struct UnitSize {
     /// Those that are frozen, of such parameters.
     pub low_frozen: usize,
 }
+
+/// Staging buffers of gathers from what rests elsewhere: one is filled while peers read the other.
+pub const STAGES: u64 = 2;
 
 /// Kinds of flat parameter: trained, frozen, and the same in less than f32.
 const KINDS: usize = 4;
@@ -180,6 +200,8 @@ pub struct PlanInput {
     pub wire: WireConfig,
     /// Whether the rounds' full gradients are added up before one reduction.
     pub unsharded_accumulation: bool,
+    /// What rests elsewhere.
+    pub offload: Offload,
 }
 
 impl PlanInput {
@@ -193,9 +215,28 @@ impl PlanInput {
         self.strategy.is_sharded() && self.shard_group > 1
     }
 
-    /// Whether flat parameters of a kind are gathered at all: from peers, or from this rank's own to round them.
-    fn gathers(&self, kind: usize) -> bool {
-        self.gathers_from_peers() || self.is_low(kind)
+    /// Whether flat parameters of a kind are gathered at all: from peers, from this rank's own to round them, or because
+    /// they rest elsewhere.
+    fn gathers(&self, kind: usize, placement: Placement) -> bool {
+        self.gathers_from_peers() || self.is_low(kind) || placement.parameters
+    }
+
+    /// What of each flat parameter rests elsewhere: the root's by kind, then each unit's.
+    fn placements(&self) -> Vec<[Placement; KINDS]> {
+        let keeps = |numel: usize| {
+            if self.strategy.is_sharded() { numel.div_ceil(self.shard_group.max(1)) } else { numel }
+        };
+        let units = || std::iter::once(&self.root).chain(&self.units);
+        let part = |(kind, numel): (usize, usize)| RestingPart {
+            numel: keeps(numel),
+            trainable: TRAINED.contains(&kind),
+            replicated: false,
+        };
+        let parts: Vec<RestingPart> =
+            units().flat_map(|unit| unit.parts().into_iter().enumerate().map(part)).collect();
+        let placed = self.offload.placement(&parts);
+        let (of_units, _) = placed.as_chunks::<KINDS>();
+        of_units.to_vec()
     }
 
     /// Whether flat parameters of a kind are gathered in less than f32.
@@ -268,10 +309,19 @@ impl MemoryPlan {
 /// Element counts that the formulas share, by kind of flat parameter.
 #[derive(Default)]
 struct Sizes {
-    /// Without padding.
-    all: [u64; KINDS],
-    /// Of one rank's shards, padding included.
-    shards: [u64; KINDS],
+    /// Kept by a rank, of parameters that rest in memory.
+    params_here: [u64; KINDS],
+    /// Kept by a rank, where the optimizer's state rests in memory; and of its shards of gradients.
+    state_here: [u64; KINDS],
+    sums_here: [u64; KINDS],
+    /// Of the root and of all units, padding included, as far as they are gathered.
+    gathered_root: u64,
+    gathered_units: u64,
+    /// Whether each unit's part is gathered.
+    gathers: Vec<[bool; KINDS]>,
+    /// The largest shard of parameters, and of gradients, that rests elsewhere.
+    staged_params: u64,
+    staged_gradient: u64,
     /// Of the root, padding included.
     root: [u64; KINDS],
     /// Of all units, padding included.
@@ -292,38 +342,69 @@ impl Sizes {
         for kind in 0..KINDS {
             let units = || input.units.iter().map(|unit| unit.parts()[kind]);
             let root = input.root.parts()[kind];
-            sizes.all[kind] = (units().sum::<usize>() + root) as u64;
             sizes.root[kind] = padded(root);
             sizes.units[kind] = units().map(padded).sum();
             sizes.largest[kind] = units().map(padded).max().unwrap_or(0);
-            sizes.shards[kind] = (sizes.root[kind] + sizes.units[kind]) / w as u64;
+        }
+        for (index, placed) in input.placements().into_iter().enumerate() {
+            let unit = if index == 0 { &input.root } else { &input.units[index - 1] };
+            sizes.place(input, (index == 0, unit), placed);
         }
         sizes
     }
 
+    /// Counts one unit, of which `placed` rests elsewhere.
+    fn place(&mut self, input: &PlanInput, (is_root, unit): (bool, &UnitSize), placed: [Placement; KINDS]) {
+        let w = input.shard_group.max(1);
+        let mut gathers = [false; KINDS];
+        for (kind, (numel, placement)) in unit.parts().into_iter().zip(placed).enumerate() {
+            let (shard, padded) = (numel.div_ceil(w) as u64, (numel.div_ceil(w) * w) as u64);
+            let kept = if input.strategy.is_sharded() { shard } else { numel as u64 };
+            if placement.parameters {
+                let from_peers = input.gathers_from_peers();
+                self.staged_params = self.staged_params.max(u64::from(from_peers) * shard);
+            } else {
+                self.params_here[kind] += kept;
+            }
+            if placement.optimizer {
+                self.staged_gradient = self.staged_gradient.max(shard);
+            } else {
+                self.state_here[kind] += kept;
+                self.sums_here[kind] += shard;
+            }
+            gathers[kind] = numel > 0 && input.gathers(kind, placement);
+            if gathers[kind] {
+                *(if is_root { &mut self.gathered_root } else { &mut self.gathered_units }) += padded;
+            }
+        }
+        if !is_root {
+            self.gathers.push(gathers);
+        }
+    }
+
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
-        let kept = if input.strategy.is_sharded() { &self.shards } else { &self.all };
-        let gathered = |of: &[u64; KINDS]| sum((0..KINDS).filter(|kind| input.gathers(*kind)), of);
         match purpose {
-            Purpose::Parameters => sum(0..KINDS, kept),
+            Purpose::Parameters => sum(0..KINDS, &self.params_here),
             Purpose::OptimizerState => match input.optimizer.statistics {
-                PlannedStatistics::PerElement(states) => sum(TRAINED, kept) * states as u64,
+                PlannedStatistics::PerElement(states) => sum(TRAINED, &self.state_here) * states as u64,
                 PlannedStatistics::Elements(numel) => numel as u64,
             },
-            Purpose::WeightAverages => sum(TRAINED, kept) * u64::from(input.optimizer.average),
+            Purpose::WeightAverages => sum(TRAINED, &self.state_here) * u64::from(input.optimizer.average),
             Purpose::OptimizerScratch => input.optimizer.scratch as u64,
             Purpose::GradientShards if input.optimizer.in_backward => self.largest_part(input),
-            Purpose::GradientShards => sum(TRAINED, &self.shards) * max_partials(input.reductions()) as u64,
-            Purpose::GatheredRoot => gathered(&self.root),
-            Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
-                (0..KINDS).filter(|kind| input.gathers(*kind)).map(|kind| self.slots(kind, input)).sum()
+            Purpose::GradientShards => {
+                sum(TRAINED, &self.sums_here) * max_partials(input.reductions()) as u64
             }
-            Purpose::GatheredUnits => gathered(&self.units),
+            Purpose::GatheredRoot => self.gathered_root,
+            Purpose::GatheredUnits if input.strategy.reshards_after_forward() => {
+                (0..KINDS).map(|kind| self.slots(kind, input)).sum()
+            }
+            Purpose::GatheredUnits => self.gathered_units,
             Purpose::RootGradient => sum(TRAINED, &self.root),
             Purpose::UnitGradient if input.unsharded_accumulation => sum(TRAINED, &self.units),
             Purpose::UnitGradient => sum(TRAINED, &self.largest),
             Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
-                sum((0..KINDS).filter(|kind| input.is_low(*kind)), kept)
+                sum((0..KINDS).filter(|kind| input.is_low(*kind)), &self.params_here)
             }
             Purpose::LowPrecisionParameters => 0,
             Purpose::ReplicaSum => {
@@ -333,6 +414,15 @@ impl Sizes {
             Purpose::HierarchyRelay => {
                 input.node().map_or(0, |_| input.groups().1 * self.largest_part(input))
             }
+            Purpose::TierBuffers => {
+                let Offload { parameters, optimizer, buffer_count, buffer_numel, .. } = input.offload;
+                let pools = [Tier::Host, Tier::Nvme].into_iter();
+                let pools = pools.filter(|tier| [parameters, optimizer].contains(tier)).count();
+                (pools * buffer_count * buffer_numel) as u64
+            }
+            Purpose::StagedParameters => STAGES * self.staged_params,
+            Purpose::StagedGradient => self.staged_gradient,
+            Purpose::ReloadedState => input.optimizer.reloaded as u64,
         }
     }
 
@@ -345,7 +435,10 @@ impl Sizes {
     /// Elements of the buffers that units share for flat parameters of one kind.
     fn slots(&self, kind: usize, input: &PlanInput) -> u64 {
         let sizes: Vec<usize> = input.units.iter().map(|unit| unit.padded(input.shard_group)).collect();
-        let has: Vec<bool> = input.units.iter().map(|unit| unit.parts()[kind] > 0).collect();
+        let has: Vec<bool> = self.gathers.iter().map(|gathers| gathers[kind]).collect();
+        if !has.contains(&true) {
+            return 0;
+        }
         self.largest[kind] * input.gather.slots(&sizes, &has, input.schedule.rounds()) as u64
     }
 

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::layout::{FlatLayout, ParamInfo};
+use crate::offload::Placement;
 use crate::strategy::ShardingStrategy;
 
 /// The most statistics that any optimizer keeps for an element.
@@ -98,6 +99,14 @@ impl StatisticsSize {
     }
 }
 
+/// Whether the update of a flat parameter takes each element by itself, with as many statistics for all of them.
+pub fn updates_single_elements(layout: &FlatLayout, kind_of: &dyn Fn(&ParamInfo) -> OptimizerKind) -> bool {
+    let mut kinds = layout.params().iter().filter(|p| p.numel > 0).map(|p| (kind_of(p), p.shape.len()));
+    let single = |kind: OptimizerKind| !matches!(kind, OptimizerKind::Adafactor | OptimizerKind::Muon);
+    let states = kinds.clone().next().map_or(0, |(kind, rank)| kind.states(rank));
+    kinds.all(|(kind, rank)| single(kind) && kind.states(rank) == states)
+}
+
 /// What both ranges have.
 pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
@@ -167,6 +176,7 @@ pub struct OptimizerPlan {
     pub(crate) scratch: usize,
     pub(crate) average: bool,
     pub(crate) in_backward: bool,
+    pub(crate) reloaded: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,6 +195,7 @@ impl OptimizerPlan {
             scratch: 0,
             average: false,
             in_backward: false,
+            reloaded: 0,
         }
     }
 
@@ -194,15 +205,38 @@ impl OptimizerPlan {
         strategy: ShardingStrategy,
         kind_of: &dyn Fn(&ParamInfo) -> OptimizerKind,
     ) -> Self {
-        let size = |layout: &&FlatLayout| {
+        let here = vec![Placement::default(); layouts.len()];
+        Self::of_placed_layouts(layouts, &here, strategy, kind_of)
+    }
+
+    /// The same, with what rests elsewhere of each layout.
+    pub fn of_placed_layouts(
+        layouts: &[&FlatLayout],
+        placements: &[Placement],
+        strategy: ShardingStrategy,
+        kind_of: &dyn Fn(&ParamInfo) -> OptimizerKind,
+    ) -> Self {
+        let (mut here, mut params, mut slots) = (0, 0, [0; STATISTIC_SLOTS]);
+        for (layout, placement) in layouts.iter().zip(placements) {
             let whole = layout.world_size() == 1 || !strategy.is_sharded();
-            StatisticsSize::of(layout, whole, kind_of).numel()
-        };
+            let size = StatisticsSize::of(layout, whole, kind_of);
+            here += if placement.optimizer { size.factors } else { size.numel() };
+            if updates_single_elements(layout, kind_of) {
+                continue;
+            }
+            if placement.parameters && layout.requires_grad() {
+                params = params.max(if whole { layout.numel() } else { layout.shard_numel() });
+            }
+            if placement.optimizer {
+                slots.iter_mut().zip(size.slots).for_each(|(most, numel)| *most = numel.max(*most));
+            }
+        }
         Self {
-            statistics: PlannedStatistics::Elements(layouts.iter().map(size).sum()),
+            statistics: PlannedStatistics::Elements(here),
             scratch: ScratchSize::of(layouts.iter().copied(), kind_of).numel(),
             average: false,
             in_backward: false,
+            reloaded: params + slots.iter().sum::<usize>(),
         }
     }
 

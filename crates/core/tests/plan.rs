@@ -50,6 +50,7 @@ fn input(strategy: ShardingStrategy, optimizer: OptimizerKind, ranks: usize, rou
         precision: shardwise_core::MixedPrecision::default(),
         wire: shardwise_core::WireConfig::default(),
         unsharded_accumulation: false,
+        offload: shardwise_core::Offload::default(),
     }
 }
 

@@ -32,6 +32,10 @@ impl Engine {
         let rank = self.group.rank();
         self.version += 1;
         let handle = &self.units[Place { unit, part }];
+        if let (Some(section), Some(swap)) = (handle.away.params, self.swap.as_mut()) {
+            let edited = swap.edit_range(&section, range, edit);
+            return self.comm(edited);
+        }
         let (start, owned) = (handle.span().start, handle.owned().len());
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         Ok(edit(&mut params[start..start + owned][range]))
@@ -168,9 +172,10 @@ impl Engine {
     ) -> Result<()> {
         self.expect_idle("with_full_gradients")?;
         for at in self.parts_of(unit) {
-            if self.units[at].last_gradient().is_none() {
+            if !self.units[at].has_last_gradient() {
                 continue;
             }
+            self.stage_gradient(at, true)?;
             let numel = self.units[at].layout().padded_numel();
             let kind = self.units[at].kind();
             let pool = self.pools.gradient(unit.is_root(), kind);
@@ -178,8 +183,9 @@ impl Engine {
             let mut dest = self.comm(taken)?;
             let handle = &self.units[at];
             let mut gathered = Ok(());
-            if let Some(shard) = handle.last_gradient() {
-                (dest, gathered) = self.shards.start_all_gather(handle.name(), shard, dest).wait();
+            if let Some(shard) = handle.last_gradient().or(self.workroom.stage.as_ref()) {
+                let part = (shard, handle.layout().shard_numel());
+                (dest, gathered) = self.shards.start_all_gather_of(handle.name(), part, dest).wait();
             }
             if gathered.is_ok() {
                 read(at.part, handle.layout(), &dest.as_slice()[..handle.layout().numel()]);

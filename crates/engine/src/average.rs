@@ -3,10 +3,13 @@
 //! As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`: the first step's weights are the first average,
 //! and every later step moves it by `1 - decay` towards the weights. Frozen weights are their own average.
 
+use shardwise_comm::{HostBuffer, SharedBuffer};
+
 use crate::Result;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::handle::FlatParamHandle;
+use crate::swap::{Moved, Swap};
 
 /// Refuses a decay that is none.
 pub(crate) fn check_decay(decay: Option<f64>) -> Result<()> {
@@ -25,21 +28,23 @@ impl Engine {
         let decay = if self.averaged == 0 { 0.0 } else { decay };
         self.averaged += 1;
         let (keep, take) = (decay as f32, (1.0 - decay) as f32);
-        let params = self.params.as_slice();
-        for handle in self.units.handles_mut() {
-            let span = handle.span();
-            if let Some(average) = &mut handle.average {
-                let numel = handle.owned.len();
-                let params = &params[span.start..span.start + numel];
-                pulp::Arch::new().dispatch(
-                    #[inline(always)]
-                    || {
-                        for (a, p) in average.as_mut_slice()[..numel].iter_mut().zip(params) {
-                            *a = if keep == 0.0 { *p } else { *a * keep + p * take };
-                        }
-                    },
-                );
-            }
+        self.with_averages(false, |params, average| {
+            pulp::Arch::new().dispatch(
+                #[inline(always)]
+                || {
+                    for (a, p) in average.iter_mut().zip(params) {
+                        *a = if keep == 0.0 { *p } else { *a * keep + *p * take };
+                    }
+                },
+            );
+        })
+    }
+
+    /// Lets `meet` see the parameters of every average with it, in pieces; `changes` says that it changes them.
+    fn with_averages(&mut self, changes: bool, meet: impl Fn(&mut [f32], &mut [f32])) -> Result<()> {
+        for at in self.units.places() {
+            let met = self.units[at].meet_average(&mut self.params, self.swap.as_mut(), (changes, &meet));
+            self.comm(met)?;
         }
         Ok(())
     }
@@ -56,16 +61,8 @@ impl Engine {
         if self.averaged == 0 {
             return Ok(());
         }
-        let rank = self.group.rank();
-        let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         self.version += 1;
-        for handle in self.units.handles_mut() {
-            let (start, numel) = (handle.span().start, handle.owned.len());
-            if let Some(average) = &mut handle.average {
-                params[start..start + numel].swap_with_slice(&mut average.as_mut_slice()[..numel]);
-            }
-        }
-        Ok(())
+        self.with_averages(true, |params, average| params.swap_with_slice(average))
     }
 
     /// Whether the averages are in the weights' place.
@@ -84,6 +81,45 @@ impl Engine {
             state: "Averages",
             call: "begin_step",
             remedy: "bring the weights back with swap_averages first",
+        })
+    }
+}
+
+impl FlatParamHandle {
+    /// Lets `meet` see the owned parameters with their average, in pieces as long as each other, wherever they rest.
+    fn meet_average(
+        &mut self,
+        params: &mut SharedBuffer,
+        swap: Option<&mut Swap>,
+        (changes, meet): (bool, &dyn Fn(&mut [f32], &mut [f32])),
+    ) -> Moved<()> {
+        let (span, numel) = (self.span(), self.owned.len());
+        let away = self.away.state.as_ref().and_then(|state| state.average);
+        if self.average.is_none() && away.is_none() {
+            return Ok(());
+        }
+        let lanes: Vec<_> =
+            self.away.params.iter().map(|p| (*p, changes)).chain(away.iter().map(|a| (*a, true))).collect();
+        let params = params.writable()?;
+        let average = self.average.as_mut().map(HostBuffer::as_mut_slice);
+        let Some(swap) = swap.filter(|_| !lanes.is_empty()) else {
+            if let Some(average) = average {
+                meet(&mut params[span.start..span.start + numel], &mut average[..numel]);
+            }
+            return Ok(());
+        };
+        let average = average.unwrap_or_default();
+        let away_params = self.away.params.is_some();
+        swap.edit_tiles(&lanes, |start, tiles| {
+            let end = numel.min(start + tiles.first().map_or(0, |tile| tile.len()));
+            let here = 0..end.saturating_sub(start);
+            match tiles {
+                [params, average] => meet(&mut params[here.clone()], &mut average[here]),
+                [params] if away_params => meet(&mut params[here], &mut average[start..end]),
+                [average] => meet(&mut params[span.start + start..span.start + end], &mut average[here]),
+                _ => {}
+            }
+            Ok(())
         })
     }
 }

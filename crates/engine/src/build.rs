@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shardwise_comm::ProcessGroup;
-use shardwise_core::{FlatLayout, Purpose, Traffic};
+use shardwise_core::{FlatLayout, Placement, Purpose, Traffic};
 
 use crate::Result;
 use crate::across::Across;
@@ -20,6 +20,10 @@ use crate::ledger::Ledger;
 use crate::optimizer::ParamGroups;
 use crate::pool::Pools;
 use crate::scale::LossScaler;
+use crate::swap::gather::Stages;
+use crate::swap::layout::{ReloadedSize, placements};
+use crate::swap::reload::Workroom;
+use crate::swap::{Swap, SwapPlace};
 use crate::unit::{Place, Units};
 use crate::whole::Whole;
 
@@ -50,6 +54,21 @@ impl Engine {
         config: EngineConfig,
         groups: &ParamGroups,
     ) -> Result<Self> {
+        Self::with_swap(group, root, units, config, (groups, None))
+    }
+
+    /// As [`Engine::with_groups`], with a place for what rests in files ([`EngineConfig::offload`]).
+    ///
+    /// # Errors
+    /// As [`Engine::with_groups`], when something is to rest in files and there is no place for them or it cannot be used,
+    /// and when there are too few buffers.
+    pub fn with_swap(
+        group: ProcessGroup,
+        root: Vec<FlatLayout>,
+        units: Vec<Vec<FlatLayout>>,
+        config: EngineConfig,
+        (groups, place): (&ParamGroups, Option<&SwapPlace>),
+    ) -> Result<Self> {
         config.check()?;
         let mut ledger = Ledger::default();
         let pools = Pools::new(&units, &config);
@@ -58,17 +77,28 @@ impl Engine {
         let comm = |source| EngineError::Comm { rank, source };
         let reductions = group.split(0, rank as u64).map_err(comm)?;
         let Groups { shards, node, across, summed } = Groups::split(&group, &config)?;
+        // What rests elsewhere is gathered in an order of operations of its own: that of the step's loans stays open.
+        let staged = if config.offload.parameters.is_away() {
+            group.split((rank / shards.size()) as u64, rank as u64).map_err(comm)?
+        } else {
+            shards.clone()
+        };
         let handle_config = HandleConfig {
             strategy: config.strategy,
             precision: config.precision,
             average: config.ema_decay.is_some(),
             world: group.size(),
             summed,
+            placement: Placement::default(),
         };
+        let all: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
+        let mut placements = placements(&config, shards.size(), &all).into_iter();
         let mut numel = 0;
         let mut handles = |layouts: Vec<FlatLayout>| -> Result<Vec<FlatParamHandle>> {
             let handle = |layout: FlatLayout| {
                 let rules = if layout.requires_grad() { groups.rules(&config, &layout)? } else { Vec::new() };
+                let placement = placements.next().unwrap_or_default();
+                let handle_config = HandleConfig { placement, ..handle_config.clone() };
                 let how = (&handle_config, rules.as_slice());
                 let handle = FlatParamHandle::new(layout, numel, &shards, how, &mut ledger).map_err(comm)?;
                 numel = handle.span().end;
@@ -79,7 +109,10 @@ impl Engine {
         let root = handles(root)?;
         let units = units.into_iter().map(handles).collect::<Result<Vec<_>>>()?;
         let units = Units::new(root, units);
-        let mut params = group.allocate(numel).map_err(comm)?;
+        let swap = config.offload.is_any().then(|| Swap::open(&group, &config.offload, place)).transpose()?;
+        let reloaded = ReloadedSize::of(&config, &units);
+        let window = numel;
+        let mut params = group.allocate(numel + reloaded.params).map_err(comm)?;
         if cfg!(debug_assertions) {
             // Padding must never be read: whoever does gets NaN.
             params.writable().map_err(comm)?.fill(f32::NAN);
@@ -89,6 +122,10 @@ impl Engine {
         let whole = Whole::new(&units, &group, &mut ledger).map_err(comm)?;
         let mut engine = Self {
             whole,
+            swap,
+            staged,
+            stages: Stages::default(),
+            workroom: Workroom { window, ..Workroom::default() },
             in_backward,
             averaged: 0,
             averages_swapped: false,
@@ -127,6 +164,8 @@ impl Engine {
             failure: Arc::default(),
         };
         engine.allocate_derived(node, across)?;
+        engine.place_away(&handle_config)?;
+        engine.allocate_away(&reloaded)?;
         engine.zero_params()?;
         Ok(engine)
     }
@@ -135,7 +174,7 @@ impl Engine {
     fn allocate_derived(&mut self, node: Option<ProcessGroup>, across: Option<ProcessGroup>) -> Result<()> {
         if self.config.strategy.is_sharded() && self.shards.size() > 1 {
             let mut numel = 0;
-            for handle in self.units.handles_mut().filter(|handle| handle.param_dtype().is_low()) {
+            for handle in self.units.handles_mut().filter(|handle| handle.has_low_copy()) {
                 handle.low_start = numel;
                 numel += handle.span().len();
             }
@@ -159,6 +198,10 @@ impl Engine {
 
     fn zero_params(&mut self) -> Result<()> {
         for Place { unit, part } in self.units.places() {
+            if self.units[Place { unit, part }].away.params.is_some() {
+                // What rests elsewhere is zero until it is written.
+                continue;
+            }
             let owned = self.units[Place { unit, part }].owned().len();
             self.edit_owned(unit, part, 0..owned, |params| params.fill(0.0))?;
         }

@@ -25,6 +25,10 @@ use crate::optimizer::StepUpdate;
 use crate::pass::ForwardPass;
 use crate::pool::Pools;
 use crate::scale::LossScaler;
+use crate::swap::Swap;
+use crate::swap::gather::Stages;
+use crate::swap::reload::Workroom;
+use crate::trouble::Trouble;
 use crate::unit::{Place, Units};
 use crate::whole::Whole;
 
@@ -98,6 +102,11 @@ pub struct Engine {
     pub(crate) unsharded_reserved: bool,
     /// What optimizers need that look at whole parameters.
     pub(crate) whole: Whole,
+    /// What rests elsewhere, the group in which it is gathered, and where it is on its way.
+    pub(crate) swap: Option<Swap>,
+    pub(crate) staged: ProcessGroup,
+    pub(crate) stages: Stages,
+    pub(crate) workroom: Workroom,
     pub(crate) in_backward: Option<InBackward>,
     /// Steps that the averages of the weights have seen, and whether they have changed places with the weights.
     pub(crate) averaged: u64,
@@ -192,6 +201,8 @@ impl Engine {
         self.reserve_unsharded_gradients()?;
         for at in self.units.places() {
             self.units[at].begin_step();
+            let reserved = self.units[at].reserve_away(partials, self.swap.as_mut());
+            self.comm(reserved)?;
             if self.in_backward.is_none() {
                 let reserved = self.units[at].reserve_partials(partials, &self.group, &mut self.ledger);
                 self.comm(reserved)?;
@@ -440,9 +451,12 @@ impl Engine {
         if skipped.is_none() {
             let update = StepUpdate { lr, clip };
             self.update_whole(update)?;
-            for at in self.units.places() {
+            let (away, here): (Vec<Place>, Vec<Place>) =
+                self.units.places().into_iter().partition(|at| self.units[*at].is_away());
+            for at in here {
                 self.update(at, update)?;
             }
+            self.update_away(&away, update)?;
             self.average()?;
             self.version += 1;
             self.updates += 1;
@@ -476,9 +490,26 @@ impl Engine {
         EngineError::State { unit, state: self.phase.name(), call, remedy }
     }
 
-    /// Names this rank in a failure of communication.
-    pub(crate) fn comm<T>(&self, result: std::result::Result<T, CommError>) -> Result<T> {
-        result.map_err(|source| EngineError::Comm { rank: self.group.rank(), source })
+    /// Names this rank in a failure of communication or of a tier; the others are told of the latter.
+    pub(crate) fn comm<T, E: Into<Trouble>>(&self, result: std::result::Result<T, E>) -> Result<T> {
+        let rank = self.group.rank();
+        result.map_err(|trouble| match trouble.into() {
+            Trouble::Comm(source) => EngineError::Comm { rank, source },
+            Trouble::Tier(source) => {
+                let error = EngineError::Tier { rank, source };
+                self.tell_others(&error);
+                // Nobody knows any more what rests there.
+                let _ = self.failure.set(error.clone());
+                error
+            }
+            Trouble::NoTier => EngineError::Usage("a tier was used that is not open".to_string()),
+        })
+    }
+
+    /// Makes an error of this rank known to the others, who would wait for it.
+    fn tell_others(&self, error: &EngineError) {
+        let transport = self.group.transport();
+        transport.fail(&CommError::Peer { rank: transport.rank(), message: error.to_string() });
     }
 
     pub(crate) fn expect_idle(&self, call: &'static str) -> Result<()> {
@@ -492,9 +523,7 @@ impl Engine {
     pub(crate) fn check_failure(&self) -> Result<()> {
         let Some(error) = self.failure.get() else { return Ok(()) };
         if !matches!(error, EngineError::Comm { .. }) {
-            // The others do not know yet, and would wait for this rank.
-            let transport = self.group.transport();
-            transport.fail(&CommError::Peer { rank: transport.rank(), message: error.to_string() });
+            self.tell_others(error);
         }
         Err(error.clone())
     }

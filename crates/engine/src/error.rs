@@ -2,6 +2,7 @@
 
 use shardwise_comm::CommError;
 use shardwise_core::{LayoutError, PlanError};
+use shardwise_tier::TierError;
 use thiserror::Error;
 
 /// A failed engine call. Once a collective has failed the engine stays failed: every later step returns the same error.
@@ -94,6 +95,14 @@ pub enum EngineError {
         path: String,
         /// The value.
         value: f32,
+    },
+    /// What rests elsewhere could not be moved.
+    #[error("{source}")]
+    Tier {
+        /// The reporting rank.
+        rank: usize,
+        /// What happened.
+        source: TierError,
     },
     /// The caller passed something impossible.
     #[error("{0}")]

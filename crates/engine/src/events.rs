@@ -7,6 +7,8 @@ use crate::config::UnitId;
 pub enum EventKind {
     /// A gather was started.
     GatherStarted,
+    /// What rests elsewhere has begun to come in.
+    ReadStarted,
     /// The full parameters are here.
     Gathered,
     /// The unit computes its forward.

@@ -10,13 +10,14 @@ use std::sync::Arc;
 
 use shardwise_comm::codec::round;
 use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, MixedPrecision, Precision, Purpose, ShardingStrategy, Traffic};
+use shardwise_core::{FlatLayout, MixedPrecision, Placement, Precision, Purpose, ShardingStrategy, Traffic};
 
 use crate::ledger::Ledger;
 use crate::optimizer::ParamRule;
 use crate::optimizer::state::{Kept, UpdateState};
 use crate::partial::PartialSums;
 use crate::pool::PartKind;
+use crate::swap::parts::Away;
 use crate::view::FlatView;
 
 /// Where the full parameters are.
@@ -65,7 +66,7 @@ pub(crate) enum GradientState {
 #[derive(Debug)]
 pub struct FlatParamHandle {
     pub(crate) layout: FlatLayout,
-    precision: MixedPrecision,
+    pub(crate) precision: MixedPrecision,
     /// Where the owned elements lie among those that travel in less than f32, if they do.
     pub(crate) low_start: usize,
     /// Ranks that read this rank's part of a gather.
@@ -85,7 +86,7 @@ pub struct FlatParamHandle {
     pub(crate) gradient: GradientState,
     pub(crate) partials: PartialSums,
     /// Whether a gradient has been summed in the current round.
-    reduced: bool,
+    pub(crate) reduced: bool,
     /// By parameter: whether this rank has written a gradient in the step.
     used: Vec<bool>,
     /// The gradient's shard of the whole step, between the last reduction and the update.
@@ -95,6 +96,10 @@ pub struct FlatParamHandle {
     pub(crate) state_of_update: UpdateState,
     /// The average of the owned parameters over steps, if it is asked for.
     pub(crate) average: Option<HostBuffer>,
+    /// What is to rest elsewhere.
+    pub(crate) placement: Placement,
+    /// What does.
+    pub(crate) away: Away,
 }
 
 /// What all handles of an engine share.
@@ -108,6 +113,8 @@ pub(crate) struct HandleConfig {
     pub(crate) world: usize,
     /// Those whose full gradients this one sums.
     pub(crate) summed: Range<usize>,
+    /// What rests elsewhere.
+    pub(crate) placement: Placement,
 }
 
 /// Where a gather finds the parameters.
@@ -128,6 +135,16 @@ pub(crate) enum GatherFrom<'a> {
     Nowhere,
 }
 
+/// Whether each of the `sharers` of a copy of the model keeps all of a flat parameter.
+pub(crate) fn is_whole(layout: &FlatLayout, sharers: usize, strategy: ShardingStrategy) -> bool {
+    sharers == 1 || !strategy.is_sharded() || layout.is_replicated()
+}
+
+/// Elements of a flat parameter that a rank keeps, padding included.
+pub(crate) fn kept_numel(layout: &FlatLayout, sharers: usize, strategy: ShardingStrategy) -> usize {
+    if is_whole(layout, sharers, strategy) { layout.numel() } else { layout.shard_numel() }
+}
+
 impl FlatParamHandle {
     /// Allocates the statistics. The parameters lie behind `start` elements of others; `group` shares one copy of them, and
     /// `rules` update them.
@@ -139,13 +156,16 @@ impl FlatParamHandle {
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
         let shard = layout.shard_range(group.rank());
-        let whole = group.size() == 1 || !config.strategy.is_sharded() || layout.is_replicated();
-        let (owned, numel) =
-            if whole { (0..layout.numel(), layout.numel()) } else { (shard.clone(), layout.shard_numel()) };
-        ledger.add(Purpose::Parameters, numel);
-        let kept = Kept { owned: owned.clone(), shard: shard.clone(), whole };
+        let whole = is_whole(&layout, group.size(), config.strategy);
+        let numel = kept_numel(&layout, group.size(), config.strategy);
+        let owned = if whole { 0..layout.numel() } else { shard.clone() };
+        let away = config.placement;
+        // What rests elsewhere has no room among the parameters in memory.
+        let room = if away.parameters { 0 } else { numel };
+        ledger.add(Purpose::Parameters, room);
+        let kept = Kept { owned: owned.clone(), shard: shard.clone(), whole, away: away.optimizer };
         let state_of_update = UpdateState::new(&layout, &kept, rules, ledger)?;
-        let average = if config.average && layout.requires_grad() {
+        let average = if config.average && layout.requires_grad() && !away.optimizer {
             ledger.add(Purpose::WeightAverages, numel);
             Some(HostBuffer::new(numel)?)
         } else {
@@ -153,7 +173,8 @@ impl FlatParamHandle {
         };
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
         let param_dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
-        let state = if whole && !param_dtype.is_low() { ParamState::Resident } else { ParamState::Sharded };
+        let resident = whole && !param_dtype.is_low() && !away.parameters;
+        let state = if resident { ParamState::Resident } else { ParamState::Sharded };
         Ok(Self {
             layout,
             precision: MixedPrecision { param_dtype, ..config.precision },
@@ -163,7 +184,7 @@ impl FlatParamHandle {
             groups: config.world / config.summed.len(),
             owned,
             shard,
-            span: start..start + numel,
+            span: start..start + room,
             view,
             state,
             gradient: GradientState::Absent,
@@ -174,6 +195,8 @@ impl FlatParamHandle {
             holds_last: false,
             state_of_update,
             average,
+            placement: away,
+            away: Away::default(),
         })
     }
 
@@ -197,6 +220,11 @@ impl FlatParamHandle {
         self.precision.param_dtype
     }
 
+    /// Whether a rounded copy of the owned elements is kept in memory.
+    pub(crate) fn has_low_copy(&self) -> bool {
+        self.param_dtype().is_low() && self.away.params.is_none()
+    }
+
     /// Which pools its buffers come from: flat parameters of a unit that differ in this are gathered at the same time.
     pub(crate) fn kind(&self) -> PartKind {
         PartKind::of(&self.layout)
@@ -205,6 +233,11 @@ impl FlatParamHandle {
     /// Where the owned elements lie in the engine's parameters, padding included.
     pub(crate) fn span(&self) -> Range<usize> {
         self.span.clone()
+    }
+
+    /// Says that the owned elements lie elsewhere among the engine's parameters.
+    pub(crate) fn set_span(&mut self, span: Range<usize>) {
+        self.span = span;
     }
 
     /// Lets the parameters be seen for good if all of them are owned.
@@ -279,7 +312,7 @@ impl FlatParamHandle {
         let dest = &mut buffer.as_mut_slice()[..self.layout.padded_numel()];
         let result = match from {
             GatherFrom::Peers { loan, start, precision } => {
-                loan.gather(start..start + self.span.len(), dest, precision)
+                loan.gather(start..start + self.layout.shard_numel(), dest, precision)
             }
             GatherFrom::Own(params, precision) => {
                 let dest = &mut dest[..params.len()];

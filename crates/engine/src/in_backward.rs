@@ -39,6 +39,12 @@ impl InBackward {
             return Ok(None);
         }
         config.check_step_in_backward(sharers)?;
+        if config.offload.is_any() {
+            return Err(refusal(
+                "what rests elsewhere is updated tile by tile at the end of a step: set offload.parameters and \
+                 offload.optimizer to \"none\"",
+            ));
+        }
         let mut states = units.handles().map(|handle| &handle.state_of_update);
         if states.any(|state| !state.factored.is_empty() || !state.matrices.is_empty()) {
             return Err(refusal(WHOLE));

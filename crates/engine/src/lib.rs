@@ -11,6 +11,7 @@
 //! - [`optimizer`], [`lr`], [`norm`]: the update.
 //! - [`scale`]: the loss scale.
 //! - [`ledger`], [`events`]: what is held, and what happened.
+//! - `swap`: what rests elsewhere than in memory.
 
 mod access;
 mod across;
@@ -33,6 +34,8 @@ pub mod pass;
 mod pool;
 mod reduce;
 pub mod scale;
+mod swap;
+mod trouble;
 mod unit;
 mod unshard;
 pub mod view;
@@ -53,6 +56,7 @@ pub use optimizer::{
 };
 pub use pass::ForwardPass;
 pub use scale::{DynamicScale, LossScale, LossScaler};
+pub use swap::{FileAccess, SwapPlace, TierTraffic};
 pub use view::FlatView;
 
 /// The result of an engine call.

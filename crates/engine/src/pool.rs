@@ -67,7 +67,7 @@ impl PartKind {
         Self { trainable: layout.requires_grad(), low: layout.dtype().is_low() }
     }
 
-    fn index(self) -> usize {
+    pub(crate) fn index(self) -> usize {
         usize::from(!self.trainable) + 2 * usize::from(self.low)
     }
 }

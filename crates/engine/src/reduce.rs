@@ -1,6 +1,6 @@
 //! Reductions, the norm and the update: the part of the engine that moves gradients.
 
-use shardwise_comm::SharedBuffer;
+use shardwise_comm::{PendingReduce, SharedBuffer};
 use shardwise_core::{Purpose, pre_divisor};
 
 use crate::Result;
@@ -11,6 +11,7 @@ use crate::events::EventKind;
 use crate::handle::{FlatParamHandle, GradientState};
 use crate::norm::PartialNorm;
 use crate::optimizer::StepUpdate;
+use crate::swap::Moved;
 use crate::unit::Place;
 
 impl Engine {
@@ -70,10 +71,8 @@ impl Engine {
                 self.units[at].defer_reduce();
                 continue;
             }
-            self.reserve_next_partial(at)?;
             if let Some(pending) = self.units[at].take_reduction() {
-                let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
-                self.take_in(at, buffer, result)?;
+                self.sum_part(at, pending)?;
             }
         }
         if let Some(end) = self.end_of_round.take()
@@ -93,6 +92,18 @@ impl Engine {
         }
     }
 
+    /// Sums this rank's part of a reduction, in memory or on the way to where it rests.
+    fn sum_part(&mut self, at: Place, pending: PendingReduce) -> Result<()> {
+        let (buffer, result) = if self.units[at].away.state.is_some() {
+            self.sum_away(at, pending)
+        } else {
+            self.reserve_next_partial(at)?;
+            let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
+            (buffer, result.map_err(Into::into))
+        };
+        self.take_in(at, buffer, result)
+    }
+
     fn reserve_next_partial(&mut self, at: Place) -> Result<()> {
         if self.lend_gradient_shard(at)? {
             return Ok(());
@@ -102,12 +113,7 @@ impl Engine {
     }
 
     /// Puts the full gradient's buffer away after its reduction.
-    fn take_in(
-        &mut self,
-        at: Place,
-        buffer: Option<SharedBuffer>,
-        result: shardwise_comm::Result<()>,
-    ) -> Result<()> {
+    fn take_in(&mut self, at: Place, buffer: Option<SharedBuffer>, result: Moved<()>) -> Result<()> {
         if let Some(buffer) = buffer {
             self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(buffer);
         }
@@ -124,7 +130,7 @@ impl Engine {
             self.reduce_deferred()?;
         }
         for at in self.units.places() {
-            let ended = self.units[at].end_round();
+            let ended = self.units[at].end_round(self.swap.as_mut());
             self.comm(ended)?;
         }
         Ok(())
@@ -143,9 +149,7 @@ impl Engine {
             }
             let source = self.units[at].take_deferred();
             let pending = self.units[at].reduction(&self.group, source);
-            self.reserve_next_partial(at)?;
-            let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
-            self.take_in(at, buffer, result)?;
+            self.sum_part(at, pending)?;
         }
         self.comm(self.reductions.realign(&self.group))
     }
@@ -248,20 +252,19 @@ impl Engine {
 
     /// Merges and averages every unit's gradient and returns the norm of the whole.
     pub(crate) fn finish_gradients(&mut self, micro_batches: usize) -> Result<f64> {
-        let (norm, divisor) = (self.config.norm, self.post_divisor(micro_batches)?);
-        self.norm_of_all(|handle| handle.finish_gradient(divisor, norm))
+        let divisor = self.post_divisor(micro_batches)?;
+        self.norm_of_all(|engine, at| engine.finish_gradient_of(at, divisor))
     }
 
     /// The norm over all ranks of what `measure` finds in this rank's parts.
     fn norm_of_all(
         &mut self,
-        measure: impl Fn(&mut FlatParamHandle) -> shardwise_comm::Result<Option<PartialNorm>>,
+        measure: impl Fn(&mut Self, Place) -> Result<Option<PartialNorm>>,
     ) -> Result<f64> {
         let norm = self.config.norm;
         let mut own = self.norm_in_backward();
         for at in self.units.places() {
-            let measured = measure(&mut self.units[at]);
-            if let Some(part) = self.comm(measured)? {
+            if let Some(part) = measure(self, at)? {
                 own = norm.join(own, part);
             }
         }
@@ -279,8 +282,7 @@ impl Engine {
         }
         let adapts = self.scaler.adapts();
         if self.config.non_finite == NonFinite::Zero && !adapts {
-            let kind = self.config.norm;
-            return Ok((self.norm_of_all(|handle| handle.zero_non_finite(kind))?, None));
+            return Ok((self.norm_of_all(Self::zero_non_finite_of)?, None));
         }
         let element = self.non_finite()?;
         self.skips += 1;
@@ -303,7 +305,7 @@ impl Engine {
 
     /// Finds, with the other ranks, the first element that is not finite, and drops the step's gradient.
     fn non_finite(&mut self) -> Result<NonFiniteElement> {
-        let own = self.units.handles().find_map(FlatParamHandle::first_non_finite);
+        let own = self.first_non_finite()?;
         let own = self.bad_in_backward().or(own);
         let message = own.map(|(path, value)| format!("{value}\u{1f}{path}")).unwrap_or_default();
         let all = self.comm(self.shards.all_gather_varied("gradient check", message.as_bytes()))?;
@@ -337,6 +339,9 @@ impl Engine {
         let handle = &mut self.units[at];
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         handle.update(update, &mut params[handle.span()], gradient.as_ref());
+        if handle.away.state.is_none() {
+            handle.use_up_gradient();
+        }
         if let Some(gradient) = gradient {
             self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(gradient);
         }
@@ -345,13 +350,17 @@ impl Engine {
     }
 
     /// Gathers the summed gradient, for every rank to update all parameters.
-    fn gather_gradient(&mut self, at: Place) -> Result<SharedBuffer> {
+    pub(crate) fn gather_gradient(&mut self, at: Place) -> Result<SharedBuffer> {
         let numel = self.units[at].layout().padded_numel();
         let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
         let dest = self.comm(taken)?;
-        let handle = &mut self.units[at];
-        let (gradient, gathered) = handle.gather_gradient(&self.shards, dest);
+        if self.units[at].sum.is_none() {
+            self.stage_gradient(at, false)?;
+        }
+        let handle = &self.units[at];
+        let sum = handle.sum.as_ref().or(self.workroom.stage.as_ref());
+        let (gradient, gathered) = handle.gather_gradient(sum, &self.shards, dest);
         self.sent += self.comm(gathered)?;
         Ok(gradient)
     }

@@ -9,7 +9,7 @@ use crate::config::UnitId;
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::EventKind;
-use crate::handle::GatherFrom;
+use crate::handle::{FlatParamHandle, GatherFrom};
 use crate::unit::Place;
 
 impl Engine {
@@ -25,7 +25,8 @@ impl Engine {
         if !self.config.strategy.is_sharded() || self.shards.size() == 1 {
             return Ok(());
         }
-        if full || self.units.handles().any(|handle| !handle.param_dtype().is_low()) {
+        let lends_masters = |handle: &FlatParamHandle| full || !handle.param_dtype().is_low();
+        if self.units.handles().any(|handle| handle.away.params.is_none() && lends_masters(handle)) {
             let bytes = self.params.numel() * size_of::<f32>();
             self.loan = Some(self.comm(self.shards.lend("parameters", &self.params, bytes))?);
         }
@@ -46,7 +47,7 @@ impl Engine {
         };
         let rank = self.group.rank();
         let low = low.writable().map_err(|source| EngineError::Comm { rank, source })?;
-        for handle in self.units.handles().filter(|handle| handle.param_dtype().is_low()) {
+        for handle in self.units.handles().filter(|handle| handle.has_low_copy()) {
             let masters = &self.params.as_slice()[handle.span()];
             encode_packed(masters, low, handle.low_start, handle.param_dtype());
         }
@@ -61,7 +62,7 @@ impl Engine {
     }
 
     /// The type in which a flat parameter is gathered now.
-    fn gather_precision(&self, at: Place) -> Precision {
+    pub(crate) fn gather_precision(&self, at: Place) -> Precision {
         if self.gathers_masters { Precision::F32 } else { self.units[at].param_dtype() }
     }
 
@@ -93,10 +94,17 @@ impl Engine {
         let precision = self.gather_precision(at);
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
+        let ahead = handle.away.params;
         self.sent += handle.gather_traffic(precision);
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);
+        if let (Some(section), Some(swap)) = (ahead, self.swap.as_mut()) {
+            let started = swap.read_ahead(at, section);
+            if self.comm(started)? {
+                self.note(at.unit, EventKind::ReadStarted);
+            }
+        }
         Ok(())
     }
 
@@ -107,10 +115,15 @@ impl Engine {
         let mut result = Ok(());
         for at in self.parts_of(unit) {
             if let Some(mut buffer) = self.units[at].take_in_flight() {
-                let arrived = self.units[at].fill(&mut buffer, self.gather_from(at));
+                let arrived = if self.units[at].away.params.is_some() {
+                    self.fill_from_away(at, &mut buffer)
+                } else {
+                    let filled = self.units[at].fill(&mut buffer, self.gather_from(at));
+                    self.comm(filled)
+                };
                 self.units[at].gathered(buffer);
                 self.note(unit, EventKind::Gathered);
-                result = result.and(self.comm(arrived));
+                result = result.and(arrived);
             }
         }
         result
@@ -254,6 +267,9 @@ impl Engine {
             let handle = &mut self.units[at];
             let (bytes, kind) = (handle.layout().padded_numel() * size_of::<f32>(), handle.kind());
             if let Some(buffer) = handle.reshard() {
+                if let Some(swap) = self.swap.as_mut() {
+                    swap.cancel_ahead_of(at);
+                }
                 self.pools.params(unit.is_root(), kind).give(buffer);
                 self.gathered_bytes -= bytes as u64;
                 self.note(unit, EventKind::Released);

@@ -191,20 +191,32 @@ impl Engine {
     /// In the middle of a step, and after a failure.
     pub fn each_state(&mut self, mut see: impl FnMut(StateSlice<'_>)) -> Result<()> {
         self.expect_idle("each_state")?;
-        self.units.handles_mut().for_each(|handle| handle.each_state(&mut see));
+        for at in self.units.places() {
+            match self.units[at].away.state {
+                Some(_) => self.each_state_away(at, &mut see)?,
+                None => self.units[at].each_state(&mut see),
+            }
+        }
         Ok(())
     }
 
     /// Prepares the update of what needs whole parameters, and updates the matrices of Muon.
     pub(crate) fn update_whole(&mut self, update: StepUpdate) -> Result<()> {
-        for at in self.units.places() {
+        let here: Vec<Place> =
+            self.units.places().into_iter().filter(|at| !self.units[*at].is_away()).collect();
+        self.update_whole_of(&here, update)
+    }
+
+    /// The same for some of the flat parameters, which are in memory now.
+    pub(crate) fn update_whole_of(&mut self, places: &[Place], update: StepUpdate) -> Result<()> {
+        for at in places.iter().copied() {
             if self.units[at].sum.is_some() && !self.units[at].state_of_update.factored.is_empty() {
                 self.prepare_factored(at, update)?;
             }
             let advanced = self.units[at].advance_matrices(update.clip);
             self.comm(advanced)?;
         }
-        let used = |m: &MatrixPlace| self.units[m.at].sum.is_some();
+        let used = |m: &MatrixPlace| places.contains(&m.at) && self.units[m.at].sum.is_some();
         let matrices: Vec<MatrixPlace> = self.whole.matrices.iter().copied().filter(used).collect();
         matrices.chunks(self.shards.size()).try_for_each(|round| self.update_matrices(round, update))
     }
@@ -232,7 +244,7 @@ impl Engine {
             return Ok(());
         };
         let sums = &mut sums[..2 * count];
-        let exchanged = (|| {
+        let exchanged: shardwise_comm::Result<()> = (|| {
             let (pairs, _) = shared.writable()?[..words].as_chunks_mut::<2>();
             for (pair, sum) in pairs.iter_mut().zip(sums.iter()) {
                 let bits = sum.to_bits();

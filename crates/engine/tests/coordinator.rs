@@ -67,6 +67,7 @@ fn no_knob_changes_a_bit_and_the_plan_knows_them_all() {
             precision: config.precision,
             wire: config.wire,
             unsharded_accumulation: false,
+            offload: shardwise_core::Offload::default(),
         });
         let results = threads::run(RANKS, DEADLINE, |group| {
             let mut engine = toy.engine(group, config);

@@ -186,6 +186,7 @@ fn the_ledger_equals_the_plan_with_groups() {
                     precision: config.precision,
                     wire: config.wire,
                     unsharded_accumulation: false,
+                    offload: shardwise_core::Offload::default(),
                 });
                 threads::run(ranks, DEADLINE, |group| {
                     let mut engine = given.engine(group, config, &groups);

@@ -102,6 +102,7 @@ fn one_gradient_shard_serves_all_units() {
             precision,
             wire: config.wire,
             unsharded_accumulation: false,
+            offload: shardwise_core::Offload::default(),
         });
         let largest = layouts.iter().map(|layout| layout.shard_numel()).max().expect("layouts");
         assert_eq!(plan.bytes(Purpose::GradientShards), 4 * largest as u64);

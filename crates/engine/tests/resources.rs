@@ -5,8 +5,8 @@ mod common;
 use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, PlanInput, Precision, Purpose, ShardingStrategy, StepSchedule,
-    UnitSize,
+    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, ShardingStrategy,
+    StepSchedule, Tier, UnitSize,
 };
 use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
 
@@ -24,6 +24,7 @@ fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) ->
         precision: config.precision,
         wire: config.wire,
         unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
+        offload: config.offload,
     })
 }
 
@@ -97,6 +98,34 @@ fn variations_of_the_plan() {
                         let base = config(strategy, optimizer);
                         let config = EngineConfig { shard_group, precision, accumulation, ..base };
                         check_plan(&toy, ranks, micro_batches, config);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What rests elsewhere takes no memory but for its way.
+#[test]
+fn offload_in_the_plan() {
+    use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
+    let toy = Toy { frozen: vec![vec![4, 2], vec![30]], low: vec![vec![5, 2], vec![1]], ..Toy::new(3) };
+    let small = Offload { buffer_numel: 1024, least_numel: 0, ..Offload::default() };
+    for (parameters, optimizer) in [
+        (Tier::Host, Tier::Host),
+        (Tier::Nvme, Tier::None),
+        (Tier::None, Tier::Host),
+        (Tier::Nvme, Tier::Host),
+    ] {
+        for (least_numel, max_in_memory, ratio) in [(0, 0, 1.0), (10, 0, 1.0), (0, 30, 0.4)] {
+            let max_in_memory = if parameters.is_away() { max_in_memory } else { 0 };
+            let ratio = if optimizer.is_away() { ratio } else { 1.0 };
+            let offload = Offload { parameters, optimizer, least_numel, max_in_memory, ratio, ..small };
+            for (strategy, ranks) in [(FullShard, 1), (FullShard, 3), (ShardGradOp, 2), (NoShard, 2)] {
+                for precision in [MixedPrecision::default(), MixedPrecision::BF16] {
+                    for optimizer in [ADAMW, ADAFACTOR, OptimizerConfig::MUON] {
+                        let base = EngineConfig { ema_decay: Some(0.9), ..config(strategy, optimizer) };
+                        check_plan(&toy, ranks, 3 * ranks, EngineConfig { precision, offload, ..base });
                     }
                 }
             }
@@ -184,7 +213,7 @@ fn full_shard_keeps_parameters_only_around_their_use() {
                 arrived.retain(|u| *u != event.unit);
             }
             EventKind::Updated => assert!(present.is_empty(), "{event:?}"),
-            EventKind::ReduceStarted | EventKind::Reduced => {}
+            EventKind::ReadStarted | EventKind::ReduceStarted | EventKind::Reduced => {}
         }
     }
     assert!(present.is_empty());

@@ -48,6 +48,7 @@ pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan
         precision: engine.precision,
         wire: engine.wire,
         unsharded_accumulation: engine.accumulation == Accumulation::Unsharded,
+        offload: engine.offload,
     }))
 }
 

@@ -10,6 +10,7 @@ use crate::ledger::Ledger;
 use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::state::Kept;
 use crate::optimizer::{StateSlice, StepUpdate};
+use crate::swap::{Moved, Swap};
 
 impl FlatParamHandle {
     /// Lets parameter `index` write its gradient: `write(window, overwrite)`.
@@ -58,6 +59,17 @@ impl FlatParamHandle {
     /// Forgets which parameters have been used.
     pub(crate) fn begin_step(&mut self) {
         self.used.clear();
+    }
+
+    /// Makes sure that `partials` sums can rest elsewhere, if they do.
+    pub(crate) fn reserve_away(&mut self, partials: usize, swap: Option<&mut Swap>) -> Moved<()> {
+        match (&mut self.away.state, swap) {
+            (Some(state), Some(swap)) => {
+                (state.last, state.measured) = (None, None);
+                state.sums.reserve(swap, partials)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The paths of trained parameters for which this rank has written no gradient in the step.
@@ -119,6 +131,9 @@ impl FlatParamHandle {
             self.partials.give_back(sum);
         }
         self.discard_gradient();
+        if let Some(state) = &mut self.away.state {
+            state.sums.abandon();
+        }
     }
 
     /// Takes the gradient that was kept until the end of the round.
@@ -162,11 +177,17 @@ impl FlatParamHandle {
     }
 
     /// Ends a round: one in which no rank had a gradient here counts as zero.
-    pub(crate) fn end_round(&mut self) -> Result<(), CommError> {
+    pub(crate) fn end_round(&mut self, swap: Option<&mut Swap>) -> Moved<()> {
         if std::mem::take(&mut self.reduced) || !self.is_trainable() {
-            Ok(())
-        } else {
-            self.partials.take_in_zero()
+            return Ok(());
+        }
+        match (&mut self.away.state, swap) {
+            (Some(state), Some(swap)) => {
+                // What was measured may not be all there is.
+                state.measured = None;
+                state.sums.take_in_zero(swap)
+            }
+            _ => Ok(self.partials.take_in_zero()?),
         }
     }
 
@@ -191,7 +212,7 @@ impl FlatParamHandle {
         group: &ProcessGroup,
         ledger: &mut Ledger,
     ) -> Result<(), CommError> {
-        while self.is_trainable() && self.partials.buffers() < partials {
+        while self.is_trainable() && self.away.state.is_none() && self.partials.buffers() < partials {
             self.partials.give(group.allocate(self.layout.shard_numel())?);
             ledger.add(Purpose::GradientShards, self.layout.shard_numel());
         }
@@ -230,23 +251,28 @@ impl FlatParamHandle {
     pub(crate) fn first_non_finite(&self) -> Option<(String, f32)> {
         let sum = self.sum.as_ref()?;
         let index = sum.as_slice()[..self.shard.len()].iter().position(|g| !g.is_finite())?;
-        let at = ShardMetadata::of_range(
-            self.layout.params(),
-            self.shard.start + index..self.shard.start + index + 1,
-        );
-        let path = at.params.first().map_or_else(|| self.name().to_string(), |p| p.path.clone());
-        Some((path, sum.as_slice()[index]))
+        Some((self.path_of_shard(index), sum.as_slice()[index]))
     }
 
-    /// Gathers the summed gradient into `dest`, for ranks that update all parameters; returns the bytes sent.
+    /// The path of the parameter that element `index` of this rank's shard belongs to.
+    pub(crate) fn path_of_shard(&self, index: usize) -> String {
+        let at = self.shard.start + index;
+        let found = ShardMetadata::of_range(self.layout.params(), at..at + 1);
+        found.params.first().map_or_else(|| self.name().to_string(), |p| p.path.clone())
+    }
+
+    /// Gathers the summed gradient, of which this rank has `sum`, into `dest`, for ranks that update all parameters; returns the bytes sent.
     pub(crate) fn gather_gradient(
-        &mut self,
+        &self,
+        sum: Option<&SharedBuffer>,
         group: &ProcessGroup,
         dest: SharedBuffer,
     ) -> (SharedBuffer, Result<Traffic, CommError>) {
-        match &self.sum {
+        match sum {
             Some(sum) => {
-                let (whole, gathered) = group.start_all_gather(self.layout.unit(), sum, dest).wait();
+                let numel = self.layout.shard_numel();
+                let (whole, gathered) =
+                    group.start_all_gather_of(self.layout.unit(), (sum, numel), dest).wait();
                 (whole, gathered.map(|()| self.sum_traffic()))
             }
             None => (dest, Ok(Traffic::default())),
@@ -256,17 +282,38 @@ impl FlatParamHandle {
     /// Updates the owned parameters from `whole`, the full gradient, or from the gradient's shard; gives the shard's
     /// buffer back to the partial sums.
     pub(crate) fn update(&mut self, update: StepUpdate, params: &mut [f32], whole: Option<&SharedBuffer>) {
-        let Some(sum) = self.sum.take() else { return };
+        let Some(sum) = &self.sum else { return };
         let gradient = whole.map_or(sum.as_slice(), SharedBuffer::as_slice);
         self.state_of_update.update(update, &self.owned, params, gradient);
-        self.partials.give_back(sum);
+    }
+
+    /// Puts the step's gradient away after the update.
+    pub(crate) fn use_up_gradient(&mut self) {
         // Muon has put its directions in the gradient's place.
-        self.holds_last = self.state_of_update.matrices.is_empty();
+        let keep = self.state_of_update.matrices.is_empty();
+        match &mut self.away.state {
+            Some(state) => state.use_up(keep),
+            None => {
+                self.partials_take_back();
+                self.holds_last = keep;
+            }
+        }
+    }
+
+    fn partials_take_back(&mut self) {
+        if let Some(sum) = self.sum.take() {
+            self.partials.give_back(sum);
+        }
     }
 
     /// This rank's shard of the last step's gradient, divided but not clipped; `None` when there was none.
     pub(crate) fn last_gradient(&self) -> Option<&SharedBuffer> {
         if self.holds_last { self.partials.last() } else { None }
+    }
+
+    /// Whether the last step's gradient can still be looked at, wherever it rests.
+    pub(crate) fn has_last_gradient(&self) -> bool {
+        self.last_gradient().is_some() || self.away.state.as_ref().is_some_and(|state| state.last.is_some())
     }
 
     /// How often the parameters have been updated.
@@ -276,19 +323,23 @@ impl FlatParamHandle {
 
     /// Shows the optimizer's statistics of what this rank keeps, by parameter.
     pub(crate) fn each_state(&mut self, see: &mut dyn FnMut(StateSlice<'_>)) {
-        let kept = Kept { owned: self.owned.clone(), shard: self.shard.clone(), whole: self.is_whole() };
+        let (owned, shard) = (self.owned.clone(), self.shard.clone());
+        let kept = Kept { owned, shard, whole: self.is_whole(), away: self.away.state.is_some() };
         self.state_of_update.each(&self.layout, &kept, see);
     }
 
     /// Whether the optimizer has gathered statistics of the parameters, or their average is kept.
     pub(crate) fn has_statistics(&self) -> bool {
-        self.updates() > 0 && (self.state_of_update.keeps_statistics() || self.average.is_some())
+        let averages =
+            self.average.is_some() || self.away.state.as_ref().is_some_and(|s| s.average.is_some());
+        self.updates() > 0 && (self.state_of_update.keeps_statistics() || averages)
     }
 
     /// Drops the step's gradient.
     pub(crate) fn discard_gradient(&mut self) {
-        if let Some(sum) = self.sum.take() {
-            self.partials.give_back(sum);
+        match &mut self.away.state {
+            Some(state) => state.use_up(false),
+            None => self.partials_take_back(),
         }
     }
 

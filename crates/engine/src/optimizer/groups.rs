@@ -9,6 +9,7 @@ use super::OptimizerConfig;
 use crate::Result;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
+use crate::swap::layout::placements;
 
 /// A group's learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -158,7 +159,9 @@ impl ParamGroups {
         let kind = |param: &ParamInfo| {
             self.rule(config, param).map_or(config.optimizer.kind(), |rule| rule.optimizer.kind())
         };
-        let plan = OptimizerPlan::of_layouts(layouts, config.strategy, &kind);
+        let sharers = layouts.first().map_or(1, |layout| layout.world_size());
+        let placed = placements(config, sharers, layouts);
+        let plan = OptimizerPlan::of_placed_layouts(layouts, &placed, config.strategy, &kind);
         Ok(plan.with_average(config.ema_decay.is_some()).with_step_in_backward(config.step_in_backward))
     }
 

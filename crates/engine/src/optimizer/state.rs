@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use shardwise_comm::{CommError, HostBuffer};
-use shardwise_core::statistics::{STATISTIC_SLOTS, overlap};
+use shardwise_core::statistics::{STATISTIC_SLOTS, overlap, updates_single_elements};
 use shardwise_core::{FlatLayout, ParamInfo, Purpose, StatisticsSize};
 
 use super::adafactor::Factored;
@@ -70,6 +70,10 @@ pub(crate) struct UpdateState {
     pub(crate) matrices: Vec<Matrix>,
     /// Statistics of single elements, by slot; each parameter's lie behind those of the one before.
     pub(crate) slots: Vec<HostBuffer>,
+    /// Whether every statistic lies where its element does, so that an update can take any run of elements by itself.
+    streamable: bool,
+    /// Elements of each slot, wherever it is.
+    pub(crate) slot_numel: [usize; STATISTIC_SLOTS],
     /// Adafactor's mean squares.
     pub(crate) factors: Option<HostBuffer>,
     updates: u64,
@@ -83,6 +87,21 @@ pub(crate) struct Kept {
     pub(crate) shard: Range<usize>,
     /// Whether every rank updates all.
     pub(crate) whole: bool,
+    /// Whether the statistics of single elements rest elsewhere.
+    pub(crate) away: bool,
+}
+
+impl ParamRule {
+    /// The rule's update of a step, the `count`-th.
+    fn update(&self, step: StepUpdate, count: u64) -> Update {
+        Update {
+            config: self.optimizer,
+            lr: self.lr.rate(step.lr),
+            count,
+            clip: step.clip,
+            decay: self.decays,
+        }
+    }
 }
 
 impl UpdateState {
@@ -103,7 +122,7 @@ impl UpdateState {
             ledger.add(Purpose::OptimizerState, numel);
             HostBuffer::new(numel)
         };
-        let slots = size.slots.into_iter().take_while(|numel| *numel > 0);
+        let slots = size.slots.into_iter().take_while(|numel| *numel > 0 && !kept.away);
         let slots = slots.map(&mut allocate).collect::<Result<_, _>>()?;
         let factors = (size.factors > 0).then(|| allocate(size.factors)).transpose()?;
         let mut state = Self {
@@ -111,6 +130,8 @@ impl UpdateState {
             factored: Vec::new(),
             matrices: Vec::new(),
             slots,
+            streamable: updates_single_elements(layout, &kind_of),
+            slot_numel: size.slots,
             factors,
             updates: 0,
         };
@@ -155,7 +176,57 @@ impl UpdateState {
 
     /// Whether anything is kept from one update to the next.
     pub(crate) fn keeps_statistics(&self) -> bool {
-        !self.slots.is_empty() || self.factors.is_some()
+        self.slot_numel[0] > 0 || self.factors.is_some()
+    }
+
+    /// Whether an update can take any run of elements by itself. The same on every rank.
+    pub(crate) fn is_streamable(&self) -> bool {
+        self.streamable
+    }
+
+    /// Begins an update that comes tile by tile.
+    pub(crate) fn count_update(&mut self) {
+        self.updates += 1;
+    }
+
+    /// Updates the owned elements from `start` on, as many as `params` has, with the same elements of the gradient and of
+    /// every slot.
+    pub(crate) fn update_tile(
+        &self,
+        update: StepUpdate,
+        start: usize,
+        params: &mut [f32],
+        gradient: &[f32],
+        slots: &mut [&mut [f32]],
+    ) {
+        let end = start + params.len();
+        for segment in &self.segments {
+            let here = overlap(&segment.range, &(start..end));
+            if here.is_empty() {
+                continue;
+            }
+            let tile = here.start - start..here.end - start;
+            let mut statistics: Vec<&mut [f32]> =
+                slots.iter_mut().take(segment.states).map(|slot| &mut slot[tile.clone()]).collect();
+            let update = segment.rule.update(update, self.updates);
+            update.apply(&mut params[tile.clone()], &gradient[tile], &mut statistics);
+        }
+    }
+
+    /// As [`UpdateState::update_tile`], with statistics that are in memory.
+    pub(crate) fn update_tile_here(
+        &mut self,
+        update: StepUpdate,
+        start: usize,
+        params: &mut [f32],
+        gradient: &[f32],
+    ) {
+        let mut slots = std::mem::take(&mut self.slots);
+        let here = start..start + params.len();
+        let mut tiles: Vec<&mut [f32]> =
+            slots.iter_mut().map(|slot| &mut slot.as_mut_slice()[here.clone()]).collect();
+        self.update_tile(update, start, params, gradient, &mut tiles);
+        self.slots = slots;
     }
 
     /// How often the parameters have been updated, when the update that follows is counted.
@@ -176,13 +247,7 @@ impl UpdateState {
             let mut statistics: Vec<&mut [f32]> = (self.slots.iter_mut().zip(at).take(*states))
                 .map(|(slot, at)| &mut slot.as_mut_slice()[*at..at + range.len()])
                 .collect();
-            let update = Update {
-                config: rule.optimizer,
-                lr: rule.lr.rate(update.lr),
-                count: self.updates,
-                clip: update.clip,
-                decay: rule.decays,
-            };
+            let update = rule.update(update, self.updates);
             update.apply(&mut params[range.clone()], &gradient[range.clone()], &mut statistics);
         }
         for factored in &self.factored {

@@ -84,7 +84,9 @@ impl Given {
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig, groups: &ParamGroups) -> Engine {
         let sharers = config.shard_group_size(group.size()).expect("groups that fit");
         let (root, units) = self.layouts(sharers);
-        let mut engine = Engine::with_groups(group, root, units, config, groups).expect("an engine");
+        let place = super::place(&config);
+        let engine = Engine::with_swap(group, root, units, config, (groups, place.as_ref()));
+        let mut engine = engine.expect("an engine");
         for id in engine.ids().collect::<Vec<_>>() {
             let (owned, layout) = (engine.parts(id)[0].owned(), engine.parts(id)[0].layout().clone());
             let set = |values: &mut [f32]| {

@@ -2,8 +2,10 @@
 //! few lines of unsharded code can serve as the reference for every bit.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its part")]
 
+pub mod check;
 pub mod given;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
@@ -12,8 +14,10 @@ use shardwise_core::{
     pre_divisor,
 };
 use shardwise_engine::{
-    Accumulation, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, StepReport, UnitId,
+    Accumulation, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, ParamGroups, StepReport,
+    SwapPlace, UnitId,
 };
+use shardwise_tier::IoConfig;
 
 pub const DEADLINE: Duration = Duration::from_secs(30);
 pub const ADAMW: OptimizerConfig =
@@ -92,7 +96,9 @@ impl Toy {
 
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
         let (root, units) = self.layouts(config.shard_group_size(group.size()).expect("groups that fit"));
-        let mut engine = Engine::new(group, root, units, config).expect("an engine");
+        let (groups, place) = (ParamGroups::new(), place(&config));
+        let engine = Engine::with_swap(group, root, units, config, (&groups, place.as_ref()));
+        let mut engine = engine.expect("an engine");
         for id in engine.ids().collect::<Vec<_>>() {
             for part in 0..engine.parts(id).len() {
                 let owned = engine.parts(id)[part].owned();
@@ -104,6 +110,16 @@ impl Toy {
         }
         engine
     }
+}
+
+/// A folder of its own for what an engine keeps in files.
+pub fn place(config: &EngineConfig) -> Option<SwapPlace> {
+    static ENGINES: AtomicUsize = AtomicUsize::new(0);
+    config.offload.uses_files().then(|| SwapPlace {
+        path: std::env::temp_dir(),
+        run: format!("engine-test-{}-{}", std::process::id(), ENGINES.fetch_add(1, Ordering::Relaxed)),
+        io: IoConfig::default(),
+    })
 }
 
 /// The last part of the path of a parameter that no micro-batch uses.

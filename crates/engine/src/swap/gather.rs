@@ -1,0 +1,269 @@
+//! Gathers, sums and scopes of what rests elsewhere.
+//!
+//! Parameters that rest elsewhere cannot be lent for a whole step. A rank brings its shard into a staging buffer when a
+//! unit is used, and lends that for the one gather: a collective in the order of use, which every rank must follow.
+
+use shardwise_comm::codec::{encode_packed, round};
+use shardwise_comm::{HostBuffer, PendingReduce, SharedBuffer};
+use shardwise_core::Precision;
+
+use super::{Moved, Section, Swap};
+use crate::Result;
+use crate::config::Divisor;
+use crate::engine::{Engine, Phase};
+use crate::handle::FlatParamHandle;
+use crate::norm::{Norm, PartialNorm};
+use crate::unit::Place;
+
+/// Buffers that peers read this rank's shards from, in turns: one is filled while the other is still read.
+#[derive(Debug, Default)]
+pub(crate) struct Stages {
+    buffers: Vec<SharedBuffer>,
+    next: usize,
+}
+
+impl Stages {
+    pub(crate) fn new(buffers: Vec<SharedBuffer>) -> Self {
+        Self { buffers, next: 0 }
+    }
+
+    fn next(&mut self) -> Option<&mut SharedBuffer> {
+        self.next = (self.next + 1) % self.buffers.len().max(1);
+        self.buffers.get_mut(self.next)
+    }
+}
+
+impl Engine {
+    /// Fills the buffer of a gather with parameters that rest elsewhere. After a failure it holds zeros.
+    pub(crate) fn fill_from_away(&mut self, at: Place, buffer: &mut HostBuffer) -> Result<()> {
+        let precision = self.gather_precision(at);
+        let dest = &mut buffer.as_mut_slice()[..self.units[at].layout().padded_numel()];
+        let filled = match (self.units[at].away.params, self.units[at].is_whole()) {
+            (Some(section), true) => self.fill_alone(at, &section, dest, precision),
+            (Some(section), false) => self.fill_from_peers(at, &section, dest, precision),
+            (None, _) => Ok(()),
+        };
+        if filled.is_err() {
+            dest.fill(0.0);
+        }
+        self.comm(filled)
+    }
+
+    fn fill_alone(
+        &mut self,
+        at: Place,
+        section: &Section,
+        dest: &mut [f32],
+        precision: Precision,
+    ) -> Moved<()> {
+        let Some(swap) = self.swap.as_mut() else { return Ok(()) };
+        swap.take_in(at, section, |start, tile| {
+            dest[start..start + tile.len()].copy_from_slice(tile);
+            Ok(())
+        })?;
+        round(dest, precision);
+        Ok(())
+    }
+
+    fn fill_from_peers(
+        &mut self,
+        at: Place,
+        section: &Section,
+        dest: &mut [f32],
+        precision: Precision,
+    ) -> Moved<()> {
+        let (Some(swap), Some(stage)) = (self.swap.as_mut(), self.stages.next()) else { return Ok(()) };
+        let lent = stage.writable()?;
+        swap.take_in(at, section, |start, tile| {
+            if precision.is_low() {
+                encode_packed(tile, lent, start, precision);
+            } else {
+                lent[start..start + tile.len()].copy_from_slice(tile);
+            }
+            Ok(())
+        })?;
+        let bytes = section.numel() * precision.bytes();
+        let loan = self.staged.lend(self.units[at].name(), stage, bytes)?;
+        loan.gather(0..section.numel(), dest, precision)?;
+        loan.finish();
+        Ok(())
+    }
+
+    /// Sums this rank's part of a reduction and puts it away.
+    pub(crate) fn sum_away(
+        &mut self,
+        at: Place,
+        pending: PendingReduce,
+    ) -> (Option<SharedBuffer>, Moved<()>) {
+        let divisor = match (self.phase, self.config.divisor) {
+            // Weights are known at the end of the step only.
+            (_, Divisor::Weights) => None,
+            (Phase::Round { schedule, .. } | Phase::Step { schedule, .. }, _) => {
+                self.post_divisor(schedule.micro_batches()).ok()
+            }
+            _ => None,
+        };
+        let norm = self.config.norm;
+        let (Some(swap), Some(stage)) = (self.swap.as_mut(), self.workroom.stage.as_mut()) else {
+            return (pending.into_source(), Ok(()));
+        };
+        let handle = &mut self.units[at];
+        let (source, summed) = handle.sum_part_away(pending, self.across.as_mut(), (swap, stage));
+        let measured = summed.and_then(|()| handle.measure_summed(stage, divisor, norm));
+        (source, measured)
+    }
+
+    /// Finishes the gradient of one flat parameter, and measures this rank's part.
+    pub(crate) fn finish_gradient_of(&mut self, at: Place, divisor: f32) -> Result<Option<PartialNorm>> {
+        let norm = self.config.norm;
+        let handle = &mut self.units[at];
+        let finished = match self.swap.as_mut().filter(|_| handle.away.state.is_some()) {
+            Some(swap) => handle.finish_gradient_away(swap, divisor, norm),
+            None => handle.finish_gradient(divisor, norm).map_err(Into::into),
+        };
+        self.comm(finished)
+    }
+
+    /// Lets elements that are not finite count as zero, and measures the gradient again.
+    pub(crate) fn zero_non_finite_of(&mut self, at: Place) -> Result<Option<PartialNorm>> {
+        let norm = self.config.norm;
+        let handle = &mut self.units[at];
+        let measured = match (self.swap.as_mut(), handle.away.state.as_mut()) {
+            (Some(swap), Some(state)) => {
+                state.scaling.zero_non_finite = true;
+                handle.measure_away(swap, norm)
+            }
+            _ => handle.zero_non_finite(norm).map_err(Into::into),
+        };
+        self.comm(measured)
+    }
+
+    /// The first element of this rank's gradients that is not finite.
+    pub(crate) fn first_non_finite(&mut self) -> Result<Option<(String, f32)>> {
+        for at in self.units.places() {
+            let handle = &self.units[at];
+            let found = match self.swap.as_mut().filter(|_| handle.away.state.is_some()) {
+                Some(swap) => handle.first_non_finite_away(swap),
+                None => Ok(handle.first_non_finite()),
+            };
+            if let Some(found) = self.comm(found)? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Brings the gradient of the step or (when `last` says so) of the last step of a flat parameter into the staging buffer,
+    /// if it rests elsewhere.
+    pub(crate) fn stage_gradient(&mut self, at: Place, last: bool) -> Result<()> {
+        let staged: Moved<()> = (|| {
+            let (Some(swap), Some(state)) = (self.swap.as_mut(), &self.units[at].away.state) else {
+                return Ok(());
+            };
+            let section = if last { state.last_gradient() } else { state.gradient() };
+            let (Some(section), Some(stage)) = (section, self.workroom.stage.as_mut()) else { return Ok(()) };
+            let sum = stage.writable()?;
+            swap.read(&section, &mut sum[..section.numel()])?;
+            state.scaling.scale(&mut sum[..self.units[at].shard.len()]);
+            Ok(())
+        })();
+        self.comm(staged)
+    }
+}
+
+impl FlatParamHandle {
+    /// As [`FlatParamHandle::sum_part`], by way of a staging buffer.
+    fn sum_part_away(
+        &mut self,
+        mut pending: PendingReduce,
+        across: Option<&mut crate::across::Across>,
+        (swap, stage): (&mut Swap, &mut SharedBuffer),
+    ) -> (Option<SharedBuffer>, Moved<()>) {
+        self.reduced = true;
+        let (numel, label) = (self.layout.shard_numel(), self.layout.unit());
+        let Some(state) = self.away.state.as_mut() else { return (pending.into_source(), Ok(())) };
+        let summed = stage.writable().map_err(Into::into).and_then(|stage| {
+            state.sums.take_in(swap, &mut stage[..numel], |sum, add| match across {
+                None => Ok(pending.sum_into(sum, add)?),
+                Some(across) => Ok(across.sum(label, &mut pending, sum, add)?),
+            })
+        });
+        (pending.into_source(), summed)
+    }
+
+    /// Measures what the staging buffer holds, if it is all that the step has summed so far.
+    fn measure_summed(&mut self, stage: &mut SharedBuffer, divisor: Option<f32>, norm: Norm) -> Moved<()> {
+        let numel = self.shard.len();
+        let scaling = self.scaling();
+        let Some(state) = self.away.state.as_mut() else { return Ok(()) };
+        state.measured = None;
+        if let Some(divisor) = divisor.filter(|_| state.sums.is_single()) {
+            let sum = &mut stage.writable()?[..numel];
+            state.measured = Some((Scaling { divisor, ..scaling }.apply(sum, norm), divisor));
+        }
+        Ok(())
+    }
+
+    /// How sums of this flat parameter become gradients, but for the divisor.
+    fn scaling(&self) -> Scaling {
+        let rounded = if self.precision.keep_low_precision_grads {
+            self.precision.reduce_dtype
+        } else {
+            Precision::F32
+        };
+        Scaling { divisor: 1.0, rounded, zero_non_finite: false }
+    }
+
+    fn finish_gradient_away(
+        &mut self,
+        swap: &mut Swap,
+        divisor: f32,
+        norm: Norm,
+    ) -> Moved<Option<PartialNorm>> {
+        let scaling = Scaling { divisor, ..self.scaling() };
+        let Some(state) = self.away.state.as_mut() else { return Ok(None) };
+        let measured = state.measured.take().filter(|_| state.sums.is_single());
+        state.last = None;
+        state.sum = state.sums.finish(swap)?;
+        state.scaling = scaling;
+        match measured {
+            Some((measured, at)) if at.to_bits() == divisor.to_bits() && state.sum.is_some() => {
+                Ok(Some(measured))
+            }
+            _ => self.measure_away(swap, norm),
+        }
+    }
+
+    fn measure_away(&self, swap: &mut Swap, norm: Norm) -> Moved<Option<PartialNorm>> {
+        let Some((section, scaling)) = self.gradient_away() else { return Ok(None) };
+        let (numel, mut all) = (self.shard.len(), PartialNorm::default());
+        swap.edit_tiles(&[(section, false)], |start, tiles| {
+            let end = tiles[0].len().min(numel.saturating_sub(start));
+            all = norm.join(all, scaling.apply(&mut tiles[0][..end], norm));
+            Ok(())
+        })?;
+        Ok(Some(all))
+    }
+
+    fn first_non_finite_away(&self, swap: &mut Swap) -> Moved<Option<(String, f32)>> {
+        let Some((section, scaling)) = self.gradient_away() else { return Ok(None) };
+        let (numel, mut found) = (self.shard.len(), None);
+        swap.edit_tiles(&[(section, false)], |start, tiles| {
+            let end = tiles[0].len().min(numel.saturating_sub(start));
+            scaling.scale(&mut tiles[0][..end]);
+            let bad = tiles[0][..end].iter().position(|g| !g.is_finite());
+            if let (None, Some(index)) = (&found, bad) {
+                found = Some((start + index, tiles[0][index]));
+            }
+            Ok(())
+        })?;
+        Ok(found.map(|(index, value)| (self.path_of_shard(index), value)))
+    }
+
+    fn gradient_away(&self) -> Option<(Section, Scaling)> {
+        let state = self.away.state.as_ref()?;
+        Some((state.gradient()?, state.scaling))
+    }
+}
+
+use super::parts::Scaling;

@@ -1,0 +1,112 @@
+//! What rests on the host or in files trains to the same bits: every strategy, round, precision and optimizer.
+
+mod common;
+
+use common::check::{check, precision};
+use common::given::{Given, Run};
+use common::{ADAFACTOR, ADAM, ADAMW, LION, MOMENTUM, SGD, Toy, config};
+use shardwise_core::{Offload, ShardingStrategy, Tier};
+use shardwise_engine::{Accumulation, EngineConfig, OptimizerConfig, ParamGroups};
+
+/// Tiles of 1024 elements, so that a parameter of some thousands has several; nothing is too small to go.
+fn offload(parameters: Tier, optimizer: Tier) -> Offload {
+    Offload { parameters, optimizer, buffer_numel: 1024, least_numel: 0, ..Offload::default() }
+}
+
+/// Every choice of tiers, and bounds that cut a model in two.
+fn offloads() -> Vec<Offload> {
+    use Tier::{Host, None, Nvme};
+    let both = offload(Nvme, Nvme);
+    vec![
+        offload(Host, Host),
+        both,
+        offload(Nvme, None),
+        offload(None, Nvme),
+        offload(Host, Nvme),
+        Offload { pipeline: false, ..both },
+        Offload { buffer_count: 4, ..both },
+        Offload { ratio: 0.5, max_in_memory: 20, ..both },
+        Offload { least_numel: 16, ..both },
+    ]
+}
+
+fn toys() -> [Toy; 2] {
+    let unit = vec![vec![3, 5], vec![0], vec![1], vec![2500], vec![17]];
+    let large = Toy {
+        root: vec![vec![7, 3], vec![1500]],
+        units: vec![unit; 2],
+        frozen: vec![vec![3, 3], vec![1100]],
+        low: vec![vec![5, 2], vec![1]],
+        last_unused: true,
+    };
+    [large, Toy { last_unused: false, ..Toy::new(3) }]
+}
+
+#[test]
+fn every_tier_and_strategy_equals_the_unsharded_run() {
+    for toy in toys() {
+        for world in [1, 2, 4] {
+            for rounds in [1, 3] {
+                for offload in offloads() {
+                    let base = config(ShardingStrategy::FullShard, ADAMW);
+                    check(&toy, world, rounds, &EngineConfig { offload, ..base });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn narrow_wires_optimizers_and_accumulation() {
+    let [toy, _] = toys();
+    let base = EngineConfig {
+        offload: offload(Tier::Nvme, Tier::Nvme),
+        ..config(ShardingStrategy::FullShard, ADAMW)
+    };
+    for world in [1, 3] {
+        for rounds in [1, 2, 5] {
+            for optimizer in [ADAM, MOMENTUM, SGD, LION] {
+                check(&toy, world, rounds, &EngineConfig { optimizer, ..base });
+            }
+            for name in ["bf16", "bf16 everywhere"] {
+                check(&toy, world, rounds, &EngineConfig { precision: precision(name), ..base });
+            }
+            check(&toy, world, rounds, &EngineConfig { accumulation: Accumulation::Unsharded, ..base });
+        }
+    }
+}
+
+/// Optimizers that look at whole parameters, averages of the weights, and the statistics themselves.
+#[test]
+fn optimizers_of_whole_parameters_and_their_statistics() {
+    let given = Given::formula(vec![
+        vec![("root.a", vec![5, 3]), ("root.b", vec![7])],
+        vec![("one.w", vec![40, 30]), ("one.b", vec![9]), ("one.v", vec![6, 5])],
+        vec![("two.w", vec![12, 90]), ("two.b", vec![2])],
+    ]);
+    let groups = ParamGroups::new();
+    for optimizer in [ADAFACTOR, OptimizerConfig::MUON, ADAMW, MOMENTUM] {
+        for ranks in [1, 2, 4] {
+            for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+                for ema_decay in [None, Some(0.9)] {
+                    let base = EngineConfig { ema_decay, ..config(strategy, optimizer) };
+                    let run = |offload| {
+                        let config = EngineConfig { offload, ..base };
+                        given.train(Run {
+                            ranks,
+                            micro_batches: 4,
+                            steps: 3,
+                            lr: 0.02,
+                            config,
+                            groups: &groups,
+                        })
+                    };
+                    let want = run(Offload::default());
+                    for away in offloads() {
+                        assert_eq!(run(away), want, "{optimizer:?}, {ranks} ranks, {strategy}, {away:?}");
+                    }
+                }
+            }
+        }
+    }
+}
