@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use shardwise_core::{DType, FlatLayout, LayoutError};
-use shardwise_engine::{Engine, UnitId};
+use shardwise_engine::{Engine, EngineConfig, UnitId};
 
 use crate::error::ShardError;
 use crate::model::ShardConfig;
@@ -70,7 +70,12 @@ pub(crate) fn describe<'a>(
     layouts: impl Iterator<Item = &'a FlatLayout>,
     config: &ShardConfig,
 ) -> Vec<(String, String)> {
-    let mut settings = vec![("strategy".to_string(), config.engine.strategy.to_string())];
+    let EngineConfig { strategy, offload, wire, .. } = config.engine;
+    let mut settings = vec![
+        ("strategy".to_string(), strategy.to_string()),
+        ("offload".to_string(), format!("{offload:?}")),
+        ("wire".to_string(), format!("{wire:?}")),
+    ];
     for layout in layouts {
         let frozen = if layout.requires_grad() { "" } else { ", frozen" };
         let kept = if layout.is_replicated() { ", replicated" } else { "" };

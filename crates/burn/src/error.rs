@@ -3,7 +3,7 @@
 use std::fmt;
 
 use shardwise_comm::CommError;
-use shardwise_core::{DType, LayoutError};
+use shardwise_core::{DType, LayoutError, Tier};
 use shardwise_engine::{EngineError, ParamStatus};
 use thiserror::Error;
 
@@ -48,6 +48,17 @@ impl fmt::Display for ParamSummary {
 /// Why a module cannot be sharded, or a step failed.
 #[derive(Debug, Clone, PartialEq, Error)]
 pub enum ShardError {
+    /// Where parameters rest was said twice, and differently.
+    #[error(
+        "remote_device is \"{remote_device}\", but offload.parameters is \"{parameters}\"; both say where the shards of \
+         parameters rest: make them equal, or leave one out"
+    )]
+    RemoteDevice {
+        /// What was asked of the `Init`.
+        remote_device: Tier,
+        /// What the configuration says.
+        parameters: Tier,
+    },
     /// The engine reported it.
     #[error(transparent)]
     Engine(#[from] EngineError),

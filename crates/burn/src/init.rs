@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ParamId};
 use shardwise_comm::ProcessGroup;
-use shardwise_core::{DType, FlatLayout};
-use shardwise_engine::{Engine, ParamGroups};
+use shardwise_core::{DType, FlatLayout, Tier};
+use shardwise_engine::{Engine, EngineConfig, ParamGroups, SwapPlace};
 
 use crate::assemble::{describe, layouts, link_units, places, root_leaves};
 use crate::error::ShardError;
@@ -28,6 +28,8 @@ pub struct Init {
     initial_values: InitialValues,
     source_only: bool,
     groups: ParamGroups,
+    swap: Option<SwapPlace>,
+    remote_device: Option<Tier>,
 }
 
 /// What is known of parameters that are in shards already when a module is taken apart.
@@ -72,6 +74,37 @@ impl Init {
     pub fn groups(mut self, groups: ParamGroups) -> Self {
         self.groups = groups;
         self
+    }
+
+    /// Says where goes what rests in files ([`shardwise_engine::EngineConfig::offload`]).
+    #[must_use]
+    pub fn swap_at(mut self, place: SwapPlace) -> Self {
+        self.swap = Some(place);
+        self
+    }
+
+    /// Says where the shards of parameters rest (DeepSpeed's name for it). The configuration says so too
+    /// ([`shardwise_core::Offload::parameters`]); if it says something else, [`Init::shard`] is an error that names both.
+    #[must_use]
+    pub fn remote_device(mut self, tier: Tier) -> Self {
+        self.remote_device = Some(tier);
+        self
+    }
+
+    /// The engine's configuration, with what was asked of this `Init` besides.
+    fn engine_config(&self) -> Result<EngineConfig, ShardError> {
+        let mut engine = self.config.engine;
+        match self.remote_device {
+            Some(tier) if engine.offload.parameters == Tier::None => engine.offload.parameters = tier,
+            Some(tier) if engine.offload.parameters != tier => {
+                return Err(ShardError::RemoteDevice {
+                    remote_device: tier,
+                    parameters: engine.offload.parameters,
+                });
+            }
+            _ => {}
+        }
+        Ok(engine)
     }
 
     /// Says what is done about first values that ranks might not share.
@@ -164,7 +197,8 @@ impl Init {
         let mut settings = describe(all(), &self.config);
         settings.extend(self.groups.describe(all().flat_map(FlatLayout::params)));
         group.check_agreement("models", &settings)?;
-        let mut engine = Engine::with_groups(group.clone(), root, units, self.config.engine, &self.groups)?;
+        let how = (&self.groups, self.swap.as_ref());
+        let mut engine = Engine::with_swap(group.clone(), root, units, self.engine_config()?, how)?;
         let places = places(&found, &engine);
         let (evaluation, slots) = walk::renew_slots(|| {
             fill(module, &mut engine, &places, self.values(&group, source), &before.kept)

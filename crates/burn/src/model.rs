@@ -7,7 +7,9 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{FlatLayout, RoundAssignment};
-use shardwise_engine::{EngineConfig, Event, Ledger, ParamGroups, StateSlice, StepReport};
+use shardwise_engine::{
+    EngineConfig, Event, FileAccess, Ledger, ParamGroups, StateSlice, StepReport, TierTraffic,
+};
 
 use crate::access::OpenScopes;
 use crate::assemble::RootParam;
@@ -151,6 +153,16 @@ impl<M: Module> ShardedModel<M> {
     /// Bytes held by the engine.
     pub fn ledger(&self) -> Ledger {
         self.engine.lock().ledger().clone()
+    }
+
+    /// How what rests in files is read and written; `None` when nothing does.
+    pub fn file_access(&self) -> Option<FileAccess> {
+        self.engine.lock().file_access()
+    }
+
+    /// What this rank has moved to and from where it rests, since the model was made.
+    pub fn tier_traffic(&self) -> TierTraffic {
+        self.engine.lock().tier_traffic()
     }
 
     /// The flat parameters: the root's first, if it has any, then the units'. What is frozen is one of its own.
