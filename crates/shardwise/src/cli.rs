@@ -43,7 +43,7 @@ enum Command {
 /// A configuration and what to change in it.
 #[derive(Debug, Clone, Args)]
 pub struct ConfigArgs {
-    /// The configuration, a TOML file with [run], [model], [data], [train] and [shard]
+    /// The configuration, a TOML file with [run], [model], [data], [train], [shard] and [offload]
     config: PathBuf,
     /// Change a setting, for example --set train.lr=0.001 (repeatable)
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
