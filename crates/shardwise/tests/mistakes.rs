@@ -259,7 +259,7 @@ fn mistakes_in_offload_and_quantisation() {
         case("an odd block", &["offload.block_size=5000"], &["offload.block_size is 5000", "such as 8192"]),
         case("no block", &["offload.block_size=0"], &["offload.block_size is 0", "at least 1"]),
         case("no depth", &["offload.queue_depth=0"], &["offload.queue_depth is 0", "at least 1"]),
-        case("very deep", &["offload.queue_depth=99999"], &["offload.queue_depth is 99999", "at most 32768"]),
+        case("very deep", &["offload.queue_depth=99999"], &["offload.queue_depth is 99999", "at most 4096"]),
         case("no threads", &["offload.threads=0"], &["offload.threads is 0", "at least 1"]),
         case("a wrong switch", &["offload.direct=maybe"], &["offload.direct", "maybe"]),
         case(

@@ -8,12 +8,12 @@ use shardwise_core::{IO_ALIGNMENT, Offload, Tier};
 use crate::bounds::machine_bytes;
 use crate::report::bytes;
 
-/// Reads or writes under way at a time; io_uring has no larger rings.
-const MAX_QUEUE_DEPTH: usize = 32768;
+/// Reads or writes under way at a time.
+const MAX_QUEUE_DEPTH: usize = 4096;
 /// Bytes of one read or write; the system cuts larger ones.
 const MAX_BLOCK_BYTES: usize = 1 << 30;
 /// Threads that read and write.
-const MAX_THREADS: usize = 1024;
+const MAX_THREADS: usize = 256;
 
 /// `[offload]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -80,7 +80,7 @@ impl Default for OffloadConfig {
             pipeline: offload.pipeline,
             least_size: offload.least_numel,
             io: IoName::Auto,
-            queue_depth: 8,
+            queue_depth: 32,
             block_size: 1 << 20,
             threads: 4,
             direct: true,
