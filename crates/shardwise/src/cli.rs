@@ -35,7 +35,7 @@ enum Command {
     /// Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. When a rank fails, the others are
     /// told which and are ended; the exit code is that of the rank that failed first.
     Launch(LaunchArgs),
-    /// Measure communication and training steps on this machine
+    /// Measure communication, training steps and disks on this machine
     #[command(subcommand)]
     Bench(Bench),
 }
@@ -68,6 +68,10 @@ enum Bench {
     Step(bench::step::StepArgs),
     /// The rate of AdamW's update beside a plain copy's: JSON lines
     Optimizer(bench::optimizer::OptimizerArgs),
+    /// How to read and write a folder's disk fastest: a table, and the [offload] lines to copy
+    Disk(bench::disk::DiskArgs),
+    /// The rates of quantising and dequantising beside a plain copy's
+    Quantize(bench::quantize::QuantizeArgs),
 }
 
 impl Cli {
@@ -88,6 +92,8 @@ impl Cli {
             Command::Bench(Bench::Comm(args)) => bench::comm::run(&args),
             Command::Bench(Bench::Step(args)) => bench::step::run(&args),
             Command::Bench(Bench::Optimizer(args)) => bench::optimizer::run(&args),
+            Command::Bench(Bench::Disk(args)) => bench::disk::run(&args),
+            Command::Bench(Bench::Quantize(args)) => bench::quantize::run(&args),
         }
     }
 }

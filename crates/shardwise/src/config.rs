@@ -19,7 +19,7 @@ use crate::data::DataConfig;
 use crate::error::RunError;
 
 use keys::{MODEL_KEYS, check_keys, check_names, set};
-pub use offload::{IoName, OffloadConfig};
+pub use offload::OffloadConfig;
 pub use sections::{
     LossScaleSetting, NamedLossScale, OptimizerName, QuantizeSetting, RunConfig, ShardingConfig, TrainConfig,
     TransportKind,

@@ -458,7 +458,11 @@ fn a_configuration_that_is_none() {
 #[test]
 fn options_out_of_their_bounds() {
     let model = fixture("gpt2-tiny").display().to_string();
-    let cases: [&[&str]; 7] = [
+    let cases: [&[&str]; 11] = [
+        &["bench", "disk", "/nowhere/at/all"],
+        &["bench", "disk", "--threads", "2"],
+        &["bench", "disk", "--sequential", "--block-size", "5"],
+        &["bench", "quantize", "--mebibytes", "0"],
         &["bench", "comm", "--calls", "0"],
         &["bench", "comm", "--ranks", "0"],
         &["bench", "comm", "--mebibytes", "99999999999"],

@@ -2,6 +2,7 @@
 
 use shardwise::config::Config;
 use shardwise_core::{ErrorFeedback, Offload, Quantization, Rounding, Tier, WireConfig};
+use shardwise_tier::{IoConfig, IoMethod};
 
 const MODEL: &str = "[run]\nranks = 4\n[model]\nfamily = \"gpt2\"\n";
 
@@ -59,6 +60,29 @@ fn offload_settings_reach_the_engine() {
     ];
     for (settings, want) in cases {
         assert_eq!(parse(settings).engine().offload, want, "{settings:?}");
+    }
+}
+
+#[test]
+fn settings_of_files_reach_the_tier() {
+    let usual = IoConfig::default();
+    let cases: [(&[&str], IoConfig); 4] = [
+        (&[], usual),
+        (
+            &[r#"offload.io="uring""#, "offload.queue_depth=3"],
+            IoConfig { method: IoMethod::Uring, queue_depth: 3, ..usual },
+        ),
+        (
+            &[r#"offload.io="threads""#, "offload.threads=7"],
+            IoConfig { method: IoMethod::Threads, threads: 7, ..usual },
+        ),
+        (
+            &["offload.block_size=8192", "offload.direct=false"],
+            IoConfig { block_bytes: 8192, direct: false, ..usual },
+        ),
+    ];
+    for (settings, want) in cases {
+        assert_eq!(parse(settings).offload.io(), want, "{settings:?}");
     }
 }
 

@@ -4,7 +4,7 @@ use serde::Serialize;
 use shardwise_models::{Gpt2Config, LlamaConfig};
 use toml::{Table, Value};
 
-use super::{IoName, OffloadConfig, OptimizerName, QuantizeSetting, RunConfig, ShardingConfig, TrainConfig};
+use super::{OffloadConfig, OptimizerName, QuantizeSetting, RunConfig, ShardingConfig, TrainConfig};
 use crate::data::DataConfig;
 use crate::error::RunError;
 use crate::suggest::nearest;
@@ -118,6 +118,7 @@ struct Named<'a> {
 /// Refuses unknown names and suggests the nearest known one.
 pub(super) fn check_names(table: &Table, name: &str) -> Result<(), RunError> {
     const TIERS: [&str; 3] = ["none", "host", "nvme"];
+    const METHODS: [&str; 3] = ["auto", "uring", "threads"];
     const ROUNDINGS: [&str; 2] = ["nearest", "stochastic"];
     let of = |section, key, names| Named { section, key, names, is_switch: false };
     let switch = |section, key, names| Named { section, key, names, is_switch: true };
@@ -125,7 +126,7 @@ pub(super) fn check_names(table: &Table, name: &str) -> Result<(), RunError> {
         of("train", "optimizer", &OptimizerName::ALL),
         of("offload", "parameters", &TIERS),
         of("offload", "optimizer", &TIERS),
-        of("offload", "io", &IoName::ALL),
+        of("offload", "io", &METHODS),
         of("shard", "quantization_rounding", &ROUNDINGS),
         switch("shard", "quantized_weights", &QuantizeSetting::ALL),
         switch("shard", "quantized_gradients", &QuantizeSetting::ALL),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use shardwise_core::{IO_ALIGNMENT, Offload, Tier};
+use shardwise_tier::{IoConfig, IoMethod};
 
 use crate::bounds::machine_bytes;
 use crate::report::bytes;
@@ -38,7 +39,7 @@ pub struct OffloadConfig {
     /// Shards of fewer elements stay in memory.
     pub least_size: usize,
     /// How files are read and written.
-    pub io: IoName,
+    pub io: IoMethod,
     /// Reads and writes of a rank that are under way at a time.
     pub queue_depth: usize,
     /// Bytes of one read or write.
@@ -49,26 +50,9 @@ pub struct OffloadConfig {
     pub direct: bool,
 }
 
-/// The ways to read and write by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum IoName {
-    /// io_uring where the system allows it, threads elsewhere.
-    Auto,
-    /// io_uring; an error where the system forbids it.
-    Uring,
-    /// Threads that read and write by position.
-    Threads,
-}
-
-impl IoName {
-    pub(super) const ALL: [&str; 3] = ["auto", "uring", "threads"];
-}
-
 impl Default for OffloadConfig {
     fn default() -> Self {
-        let offload = Offload::default();
+        let (offload, io) = (Offload::default(), IoConfig::default());
         Self {
             parameters: offload.parameters,
             optimizer: offload.optimizer,
@@ -79,11 +63,11 @@ impl Default for OffloadConfig {
             ratio: offload.ratio,
             pipeline: offload.pipeline,
             least_size: offload.least_numel,
-            io: IoName::Auto,
-            queue_depth: 32,
-            block_size: 1 << 20,
-            threads: 4,
-            direct: true,
+            io: io.method,
+            queue_depth: io.queue_depth,
+            block_size: io.block_bytes,
+            threads: io.threads,
+            direct: io.direct,
         }
     }
 }
@@ -100,6 +84,17 @@ impl OffloadConfig {
             ratio: self.ratio,
             pipeline: self.pipeline,
             least_numel: self.least_size,
+        }
+    }
+
+    /// How files are read and written.
+    pub fn io(&self) -> IoConfig {
+        IoConfig {
+            method: self.io,
+            queue_depth: self.queue_depth,
+            block_bytes: self.block_size,
+            threads: self.threads,
+            direct: self.direct,
         }
     }
 
