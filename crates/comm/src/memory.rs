@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -47,6 +47,8 @@ struct OwnRange {
     end: u64,
     /// Freed regions by length: their pages are given back, their addresses are used again.
     free: BTreeMap<u64, Vec<u64>>,
+    /// Where this rank has mapped what it has allocated, so that it need not map it again to read what it lends itself.
+    mapped: HashMap<RegionId, Weak<Mapping>>,
 }
 
 /// How many mappings of peers' regions a rank keeps; beyond it the table starts afresh.
@@ -61,7 +63,12 @@ impl SharedMemory {
     pub(crate) fn for_file(file: OwnedFd, range: std::ops::Range<u64>) -> Self {
         SharedMemory::File(FileRegions {
             file,
-            own: Mutex::new(OwnRange { next: range.start, end: range.end, free: BTreeMap::new() }),
+            own: Mutex::new(OwnRange {
+                next: range.start,
+                end: range.end,
+                free: BTreeMap::new(),
+                mapped: HashMap::new(),
+            }),
             peers: Mutex::default(),
         })
     }
@@ -79,8 +86,9 @@ impl SharedMemory {
             }
             SharedMemory::File(file) => {
                 let id = RegionId { offset: file.reserve(len)?, len };
-                let mapping = Mapping::shared(file.file.as_fd(), id.offset, bytes, true)?;
-                Ok((id, Arc::new(mapping)))
+                let mapping = Arc::new(Mapping::shared(file.file.as_fd(), id.offset, bytes, true)?);
+                lock(&file.own).mapped.insert(id, Arc::downgrade(&mapping));
+                Ok((id, mapping))
             }
         }
     }
@@ -95,12 +103,14 @@ impl SharedMemory {
                 let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 // Without the hole the pages stay until the world ends; nothing else depends on it.
                 let _ = fallocate(&file.file, hole, id.offset, id.len);
-                lock(&file.own).free.entry(id.len).or_default().push(id.offset);
+                let mut own = lock(&file.own);
+                own.mapped.remove(&id);
+                own.free.entry(id.len).or_default().push(id.offset);
             }
         }
     }
 
-    /// A view of a region that a peer lends.
+    /// A view of a region that a rank lends.
     pub(crate) fn view(&self, id: RegionId) -> Result<Arc<Mapping>, CommError> {
         match self {
             SharedMemory::Threads(regions) => lock(regions)
@@ -131,6 +141,9 @@ impl FileRegions {
     }
 
     fn view(&self, id: RegionId) -> Result<Arc<Mapping>, CommError> {
+        if let Some(mapping) = lock(&self.own).mapped.get(&id).and_then(Weak::upgrade) {
+            return Ok(mapping);
+        }
         let mut peers = lock(&self.peers);
         if let Some(mapping) = peers.get(&id) {
             return Ok(mapping.clone());

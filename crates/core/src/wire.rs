@@ -163,7 +163,7 @@ impl WireConfig {
         }
         if self.rounding == Rounding::Stochastic && self.weights.is_none() && self.gradients.is_none() {
             return Err(PlanError::Wire(
-                "rounding is \"stochastic\", but nothing is quantised; set quantized_weights or quantized_gradients".into(),
+                "quantization_rounding is \"stochastic\", but nothing is quantised; set quantized_weights or quantized_gradients".into(),
             ));
         }
         Ok(())

@@ -86,7 +86,7 @@ pub(crate) fn check_memory(model: &ModelConfig, samples: usize, seq_len: usize) 
 }
 
 /// Memory and swap of this machine.
-fn machine_bytes() -> Option<u64> {
+pub(crate) fn machine_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kibibytes = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;

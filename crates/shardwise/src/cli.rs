@@ -35,7 +35,7 @@ enum Command {
     /// Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. When a rank fails, the others are
     /// told which and are ended; the exit code is that of the rank that failed first.
     Launch(LaunchArgs),
-    /// Measure communication and training steps on this machine
+    /// Measure communication, training steps and disks on this machine
     #[command(subcommand)]
     Bench(Bench),
 }
@@ -43,7 +43,7 @@ enum Command {
 /// A configuration and what to change in it.
 #[derive(Debug, Clone, Args)]
 pub struct ConfigArgs {
-    /// The configuration, a TOML file with [run], [model], [data], [train] and [shard]
+    /// The configuration, a TOML file with [run], [model], [data], [train], [shard] and [offload]
     config: PathBuf,
     /// Change a setting, for example --set train.lr=0.001 (repeatable)
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
@@ -68,6 +68,10 @@ enum Bench {
     Step(bench::step::StepArgs),
     /// The rate of AdamW's update beside a plain copy's: JSON lines
     Optimizer(bench::optimizer::OptimizerArgs),
+    /// How to read and write a folder's disk fastest: a table, and the [offload] lines to copy
+    Disk(bench::disk::DiskArgs),
+    /// The rates of quantising and dequantising beside a plain copy's
+    Quantize(bench::quantize::QuantizeArgs),
 }
 
 impl Cli {
@@ -88,6 +92,8 @@ impl Cli {
             Command::Bench(Bench::Comm(args)) => bench::comm::run(&args),
             Command::Bench(Bench::Step(args)) => bench::step::run(&args),
             Command::Bench(Bench::Optimizer(args)) => bench::optimizer::run(&args),
+            Command::Bench(Bench::Disk(args)) => bench::disk::run(&args),
+            Command::Bench(Bench::Quantize(args)) => bench::quantize::run(&args),
         }
     }
 }

@@ -3,12 +3,13 @@
 //! Every key is known or an error that suggests the nearest one; what is left out has the default written here.
 
 mod keys;
+mod offload;
 mod sections;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::MixedPrecision;
+use shardwise_core::{MixedPrecision, PlanError};
 use shardwise_engine::{EngineConfig, LossScale, MuonScale, OptimizerConfig};
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
@@ -17,9 +18,11 @@ use crate::bounds;
 use crate::data::DataConfig;
 use crate::error::RunError;
 
-use keys::{MODEL_KEYS, check_keys, check_optimizer, set};
+use keys::{MODEL_KEYS, check_keys, check_names, set};
+pub use offload::OffloadConfig;
 pub use sections::{
-    LossScaleSetting, NamedLossScale, OptimizerName, RunConfig, ShardingConfig, TrainConfig, TransportKind,
+    LossScaleSetting, NamedLossScale, OptimizerName, QuantizeSetting, RunConfig, ShardingConfig, TrainConfig,
+    TransportKind,
 };
 
 /// A whole configuration.
@@ -40,6 +43,9 @@ pub struct Config {
     /// How it is spread over ranks.
     #[serde(default)]
     pub shard: ShardingConfig,
+    /// What rests away from where it computes.
+    #[serde(default)]
+    pub offload: OffloadConfig,
 }
 
 /// The longest sample that is taken without being asked for.
@@ -66,7 +72,7 @@ impl Config {
             set(&mut table, item)?;
         }
         check_keys(&table, name)?;
-        check_optimizer(&table, name)?;
+        check_names(&table, name)?;
         let config: Config = table
             .try_into()
             .map_err(|e: toml::de::Error| RunError::user(format!("{name}: {}", e.to_string().trim_end())))?;
@@ -116,7 +122,12 @@ impl Config {
             ));
         }
         bounds::check(self).or_else(wrong)?;
+        self.offload.check(self.run.ranks).or_else(wrong)?;
+        self.shard.check_error_feedback().or_else(wrong)?;
         let engine = self.engine();
+        let offload = engine.offload.check().and_then(|()| engine.wire.check());
+        let nodes = offload.and_then(|()| engine.wire.node(self.run.ranks));
+        nodes.map(drop).or_else(|e| wrong(with_section(e)))?;
         engine
             .check()
             .and_then(|()| engine.shard_group_size(self.run.ranks))
@@ -222,6 +233,8 @@ impl Config {
             clip_norm: train.clip_norm,
             prefetch: shard.prefetch,
             gather: shard.gather(),
+            wire: shard.wire(),
+            offload: self.offload.engine(),
             ..EngineConfig::default()
         }
     }
@@ -269,6 +282,15 @@ impl Config {
             }
         }
         settings
+    }
+}
+
+/// A refused setting by its name in the configuration; these messages begin with its key.
+fn with_section(error: PlanError) -> String {
+    match error {
+        PlanError::Offload(message) => format!("offload.{message}"),
+        PlanError::Wire(message) => format!("shard.{message}"),
+        other => other.to_string(),
     }
 }
 

@@ -6,6 +6,7 @@ use shardwise_burn::ShardError;
 use shardwise_comm::CommError;
 use shardwise_core::{LayoutError, PlanError};
 use shardwise_models::ModelError;
+use shardwise_tier::TierError;
 use thiserror::Error;
 
 /// Why a command failed.
@@ -64,6 +65,20 @@ impl From<CommError> for RunError {
     fn from(error: CommError) -> Self {
         match error {
             CommError::Disagreement(_) | CommError::Rendezvous(_) => Self::user(error),
+            _ => Self::failed(error),
+        }
+    }
+}
+
+impl From<TierError> for RunError {
+    fn from(error: TierError) -> Self {
+        match error {
+            TierError::Config { .. }
+            | TierError::Folder { .. }
+            | TierError::Owned { .. }
+            | TierError::NoUring { .. }
+            | TierError::NoBuffer { .. }
+            | TierError::Memory { .. } => Self::user(error),
             _ => Self::failed(error),
         }
     }

@@ -63,7 +63,8 @@ pub(crate) struct Outline {
 impl Outline {
     /// Makes sure that model, batches and samples fit each other.
     pub(crate) fn of(config: &Config) -> Result<Self, RunError> {
-        let (model, warnings) = config.model_config()?;
+        let (model, mut warnings) = config.model_config()?;
+        warnings.extend(config.offload.warning());
         let schedule =
             StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
         let seq_len = config.seq_len(&model);

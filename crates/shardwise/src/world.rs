@@ -79,9 +79,13 @@ fn number(name: &str) -> Result<Option<usize>, RunError> {
 }
 
 /// The C library's allocator gives large blocks back to the system as soon as they are free. A training step frees and
-/// takes the same blocks over and over: kept, they save a page fault for each page of each activation.
-const ALLOCATOR: [(&str, &str); 2] =
-    [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "1073741824")];
+/// takes the same blocks over and over: kept, they save a page fault for each page of each activation. It also reserves
+/// 64 MiB of addresses for each thread that allocates, which few threads and large blocks gain nothing from.
+const ALLOCATOR: [(&str, &str); 3] = [
+    ("MALLOC_MMAP_THRESHOLD_", "1073741824"),
+    ("MALLOC_TRIM_THRESHOLD_", "1073741824"),
+    ("MALLOC_ARENA_MAX", "1"),
+];
 
 /// Starts this program again, once per rank, with the arguments it was started with; returns the exit code.
 ///

@@ -198,6 +198,129 @@ fn mistakes_in_the_configuration() {
     check(&several, &config, &output);
 }
 
+#[test]
+fn mistakes_in_offload_and_quantisation() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, output) = (folder.path().join("c.toml"), folder.path().join("out"));
+    std::fs::write(&config, golden_config("gpt2-tiny", "adamw", &output)).expect("written");
+    let host = "offload.optimizer=host";
+    let cases = [
+        case("a misspelt section", &["offlaod.path=/tmp"], &["unknown key `offlaod`", "`offload`"]),
+        case("a misspelt key", &["offload.bufer_count=3"], &["`offload.bufer_count`", "`buffer_count`"]),
+        case("another misspelt key", &["shard.quantised_weights=true"], &["`quantized_weights`"]),
+        case(
+            "an unknown tier",
+            &["offload.parameters=disk"],
+            &["offload.parameters is \"disk\"", "none, host, nvme"],
+        ),
+        case("a misspelt tier", &["offload.optimizer=nvem"], &["offload.optimizer is \"nvem\"", "\"nvme\"?"]),
+        case(
+            "a tier that is a switch",
+            &["offload.optimizer=true"],
+            &["offload.optimizer is true", "one of none"],
+        ),
+        case(
+            "no path",
+            &["offload.optimizer=nvme"],
+            &["offload.optimizer is \"nvme\"", "offload.path is not set", "path = "],
+        ),
+        case(
+            "no path for parameters",
+            &["offload.parameters=nvme", host],
+            &["offload.parameters is \"nvme\""],
+        ),
+        case("an empty path", &["offload.parameters=nvme", "offload.path=\"\""], &["offload.path is empty"]),
+        case("an odd buffer", &[host, "offload.buffer_size=1000"], &["offload.buffer_size is 1000", "1024"]),
+        case("no buffers", &[host, "offload.buffer_count=0"], &["offload.buffer_count is 0"]),
+        case(
+            "buffers beyond memory",
+            &[host, "offload.buffer_count=1000000000"],
+            &["offload.buffer_count is 1000000000", "this machine has"],
+        ),
+        case(
+            "buffers beyond numbers",
+            &[host, "offload.buffer_count=9000000000000000000"],
+            &["more bytes than can be counted"],
+        ),
+        case("a negative count", &["offload.buffer_count=-1"], &["offload.buffer_count", "-1"]),
+        case("a share above one", &[host, "offload.ratio=1.5"], &["offload.ratio is 1.5", "at most 1"]),
+        case("a share that is no number", &[host, "offload.ratio=nan"], &["offload.ratio is NaN"]),
+        case("a share of nothing", &["offload.ratio=0.5"], &["offload.ratio is 0.5", "set optimizer"]),
+        case(
+            "a limit on nothing",
+            &["offload.max_in_memory=5"],
+            &["offload.max_in_memory is 5", "set parameters"],
+        ),
+        case(
+            "an unknown way to read",
+            &["offload.io=aio"],
+            &["offload.io is \"aio\"", "auto, uring, threads"],
+        ),
+        case("an odd block", &["offload.block_size=5000"], &["offload.block_size is 5000", "such as 8192"]),
+        case("no block", &["offload.block_size=0"], &["offload.block_size is 0", "at least 1"]),
+        case("no depth", &["offload.queue_depth=0"], &["offload.queue_depth is 0", "at least 1"]),
+        case("very deep", &["offload.queue_depth=99999"], &["offload.queue_depth is 99999", "at most 4096"]),
+        case("no threads", &["offload.threads=0"], &["offload.threads is 0", "at least 1"]),
+        case("a wrong switch", &["offload.direct=maybe"], &["offload.direct", "maybe"]),
+        case(
+            "weights in odd bits",
+            &["shard.quantized_weights=int3"],
+            &["shard.quantized_weights is \"int3\"", "true, false"],
+        ),
+        case(
+            "a number of bits",
+            &["shard.quantized_gradients=8"],
+            &["shard.quantized_gradients is 8", "int8, int4, true, false"],
+        ),
+        case("misspelt rounding", &["shard.quantization_rounding=stochastik"], &["\"stochastic\"?"]),
+        case(
+            "chance without codes",
+            &["shard.quantization_rounding=stochastic"],
+            &["shard.quantization_rounding is \"stochastic\"", "nothing is quantised"],
+        ),
+        case(
+            "feedback without errors",
+            &["shard.error_feedback=true"],
+            &["shard.error_feedback is set", "quantized_gradients"],
+        ),
+        case(
+            "a beta of one",
+            &["shard.error_feedback=true", "shard.quantized_gradients=true", "shard.err_beta=1.0"],
+            &["shard.err_beta is 1", "below 1"],
+        ),
+        case(
+            "a reset at once",
+            &["shard.error_feedback=true", "shard.quantized_gradients=true", "shard.err_reset_steps=0"],
+            &["shard.err_reset_steps is 0"],
+        ),
+        case(
+            "a beta of nothing",
+            &["shard.err_beta=0.5"],
+            &["shard.err_beta is 0.5", "shard.error_feedback is false"],
+        ),
+        case("a reset of nothing", &["shard.err_reset_steps=9"], &["shard.err_reset_steps is 9"]),
+        case(
+            "odd nodes",
+            &["run.ranks=4", "shard.node_size=3"],
+            &["shard.node_size = 3", "4 ranks", "use 2"],
+        ),
+        case("nodes of none", &["shard.node_size=0"], &["shard.node_size = 0", "use 1"]),
+        case(
+            "a second copy in odd groups",
+            &["run.ranks=4", "shard.secondary_partition_size=8"],
+            &["shard.secondary_partition_size = 8", "use 4"],
+        ),
+        case(
+            "a second copy across nodes",
+            &["run.ranks=4", "shard.secondary_partition_size=4", "shard.node_size=2"],
+            &["shard.secondary_partition_size = 4, but node_size = 2", "make them equal"],
+        ),
+    ];
+    for case in &cases {
+        check(case, &config, &output);
+    }
+}
+
 /// A mistake that only the ranks can see (text through a tokenizer is not read before they start) is still one message.
 #[test]
 fn a_mistake_found_by_all_ranks_is_told_once() {
@@ -335,7 +458,11 @@ fn a_configuration_that_is_none() {
 #[test]
 fn options_out_of_their_bounds() {
     let model = fixture("gpt2-tiny").display().to_string();
-    let cases: [&[&str]; 7] = [
+    let cases: [&[&str]; 11] = [
+        &["bench", "disk", "/nowhere/at/all"],
+        &["bench", "disk", "--threads", "2"],
+        &["bench", "disk", "--sequential", "--block-size", "5"],
+        &["bench", "quantize", "--mebibytes", "0"],
         &["bench", "comm", "--calls", "0"],
         &["bench", "comm", "--ranks", "0"],
         &["bench", "comm", "--mebibytes", "99999999999"],

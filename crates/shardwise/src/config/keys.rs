@@ -4,7 +4,7 @@ use serde::Serialize;
 use shardwise_models::{Gpt2Config, LlamaConfig};
 use toml::{Table, Value};
 
-use super::{OptimizerName, RunConfig, ShardingConfig, TrainConfig};
+use super::{OffloadConfig, OptimizerName, QuantizeSetting, RunConfig, ShardingConfig, TrainConfig};
 use crate::data::DataConfig;
 use crate::error::RunError;
 use crate::suggest::nearest;
@@ -12,6 +12,17 @@ use crate::suggest::nearest;
 /// Keys of `[train]` that have no default.
 const OPTIONAL_TRAIN_KEYS: [&str; 7] =
     ["betas", "weight_decay", "momentum", "nesterov", "ema_decay", "clip_norm", "loss_scale"];
+
+/// Keys of `[shard]` that have no default.
+const OPTIONAL_SHARD_KEYS: [&str; 7] = [
+    "shard_group",
+    "prefetch_bucket_size",
+    "max_live_parameters",
+    "err_beta",
+    "err_reset_steps",
+    "node_size",
+    "secondary_partition_size",
+];
 
 /// Keys of `[model]` beside the families' own.
 pub(super) const MODEL_KEYS: [&str; 2] = ["family", "init_from"];
@@ -49,10 +60,8 @@ fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
         "run" => keys_of(RunConfig::default(), &["output_dir"]),
         "data" => keys_of(DataConfig::default(), &["path", "tokenizer", "seq_len"]),
         "train" => keys_of(TrainConfig::default(), &OPTIONAL_TRAIN_KEYS),
-        "shard" => keys_of(
-            ShardingConfig::default(),
-            &["shard_group", "prefetch_bucket_size", "max_live_parameters"],
-        ),
+        "shard" => keys_of(ShardingConfig::default(), &OPTIONAL_SHARD_KEYS),
+        "offload" => keys_of(OffloadConfig::default(), &["path"]),
         "model" => {
             let family = match table.get("family").and_then(Value::as_str) {
                 Some("llama") => LlamaConfig::KEYS,
@@ -66,7 +75,7 @@ fn known_keys(section: &str, table: &Table) -> Option<Vec<String>> {
 
 /// Refuses unknown sections and keys, and suggests the nearest known one.
 pub(super) fn check_keys(table: &Table, name: &str) -> Result<(), RunError> {
-    const SECTIONS: [&str; 5] = ["run", "model", "data", "train", "shard"];
+    const SECTIONS: [&str; 6] = ["run", "model", "data", "train", "shard", "offload"];
     let unknown = |what: String, known: &[String]| {
         let hint = match nearest(what.rsplit('.').next().unwrap_or(&what), known) {
             Some(near) => format!("did you mean `{near}`?"),
@@ -98,18 +107,55 @@ pub(super) fn check_keys(table: &Table, name: &str) -> Result<(), RunError> {
     Ok(())
 }
 
-/// Refuses an unknown optimizer and suggests the nearest known one.
-pub(super) fn check_optimizer(table: &Table, name: &str) -> Result<(), RunError> {
-    let Some(Value::String(given)) = table.get("train").and_then(|train| train.get("optimizer")) else {
-        return Ok(());
-    };
-    let known = OptimizerName::ALL.map(String::from);
-    if known.contains(given) {
-        return Ok(());
+/// A setting that is a name out of a few, or a switch where it may be one.
+struct Named<'a> {
+    section: &'a str,
+    key: &'a str,
+    names: &'a [&'a str],
+    is_switch: bool,
+}
+
+/// Refuses unknown names and suggests the nearest known one.
+pub(super) fn check_names(table: &Table, name: &str) -> Result<(), RunError> {
+    const TIERS: [&str; 3] = ["none", "host", "nvme"];
+    const METHODS: [&str; 3] = ["auto", "uring", "threads"];
+    const ROUNDINGS: [&str; 2] = ["nearest", "stochastic"];
+    let of = |section, key, names| Named { section, key, names, is_switch: false };
+    let switch = |section, key, names| Named { section, key, names, is_switch: true };
+    let settings = [
+        of("train", "optimizer", &OptimizerName::ALL),
+        of("offload", "parameters", &TIERS),
+        of("offload", "optimizer", &TIERS),
+        of("offload", "io", &METHODS),
+        of("shard", "quantization_rounding", &ROUNDINGS),
+        switch("shard", "quantized_weights", &QuantizeSetting::ALL),
+        switch("shard", "quantized_gradients", &QuantizeSetting::ALL),
+    ];
+    for setting in &settings {
+        let given = table.get(setting.section).and_then(|section| section.get(setting.key));
+        given.map_or(Ok(()), |given| setting.check(given, name))?;
     }
-    let hint = match nearest(given, &known) {
-        Some(near) => format!("did you mean \"{near}\"?"),
-        None => format!("known are {}", known.join(", ")),
-    };
-    Err(RunError::user(format!("{name}: train.optimizer is \"{given}\"; {hint}")))
+    Ok(())
+}
+
+impl Named<'_> {
+    fn check(&self, given: &Value, name: &str) -> Result<(), RunError> {
+        let mut known: Vec<String> = self.names.iter().map(|n| (*n).to_string()).collect();
+        let hint = match given {
+            Value::String(given) if known.contains(given) => return Ok(()),
+            Value::Boolean(_) if self.is_switch => return Ok(()),
+            Value::String(given) => nearest(given, &known).map(|near| format!("; did you mean \"{near}\"?")),
+            _ => None,
+        };
+        if self.is_switch {
+            known.extend(["true", "false"].map(String::from));
+        }
+        Err(RunError::user(format!(
+            "{name}: {}.{} is {given}; it must be one of {}{}",
+            self.section,
+            self.key,
+            known.join(", "),
+            hint.unwrap_or_default()
+        )))
+    }
 }

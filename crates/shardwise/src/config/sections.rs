@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{BackwardPrefetch, GatherPolicy, Precision, ShardingStrategy};
+use shardwise_core::{
+    BackwardPrefetch, ErrorFeedback, GatherPolicy, Precision, Quantization, Rounding, ShardingStrategy,
+    WireConfig,
+};
 use shardwise_engine::{Accumulation, DynamicScale, LossScale, LrSchedule, NonFinite};
 
 /// `[run]`.
@@ -166,8 +169,29 @@ impl LossScaleSetting {
     }
 }
 
+/// Whether something travels quantised, and in what: a switch, or a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "it must be true, false, \"int8\" or \"int4\"")]
+pub enum QuantizeSetting {
+    /// In the usual type, or not.
+    Switch(bool),
+    /// In this type.
+    Named(Quantization),
+}
+
+impl QuantizeSetting {
+    pub(super) const ALL: [&str; 2] = ["int8", "int4"];
+
+    fn or_usual(self, usual: Quantization) -> Option<Quantization> {
+        match self {
+            QuantizeSetting::Switch(on) => on.then_some(usual),
+            QuantizeSetting::Named(quantization) => Some(quantization),
+        }
+    }
+}
+
 /// `[shard]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ShardingConfig {
     /// How parameters, gradients and optimizer state are spread.
@@ -198,6 +222,24 @@ pub struct ShardingConfig {
     pub max_live_parameters: Option<usize>,
     /// A block that is used again before so many elements of others have been is not freed in between.
     pub max_reuse_distance: usize,
+    /// Whether parameters travel quantised; true is int8.
+    pub quantized_weights: QuantizeSetting,
+    /// Whether frozen parameters rest and travel in int8.
+    pub quantized_nontrainable_weights: bool,
+    /// Whether gradients travel quantised; true is int4.
+    pub quantized_gradients: QuantizeSetting,
+    /// How elements are rounded to codes.
+    pub quantization_rounding: Rounding,
+    /// Whether what quantisation takes from a gradient is given to the next one.
+    pub error_feedback: bool,
+    /// The part of its moving average that this error keeps at each step; 0.8 when left out.
+    pub err_beta: Option<f64>,
+    /// Steps after which it is forgotten; 1024 when left out.
+    pub err_reset_steps: Option<u64>,
+    /// Neighbouring ranks with fast links between them; all ranks when left out.
+    pub node_size: Option<usize>,
+    /// Neighbouring ranks that keep a second copy of the parameters for the backward; no such copy when left out.
+    pub secondary_partition_size: Option<usize>,
 }
 
 impl ShardingConfig {
@@ -209,6 +251,34 @@ impl ShardingConfig {
             prefetch_bucket_size: self.prefetch_bucket_size.unwrap_or(usize::MAX),
             max_live_parameters: self.max_live_parameters.unwrap_or(usize::MAX),
             max_reuse_distance: self.max_reuse_distance,
+        }
+    }
+
+    pub(super) fn wire(&self) -> WireConfig {
+        let usual = ErrorFeedback::default();
+        WireConfig {
+            weights: self.quantized_weights.or_usual(Quantization::Int8),
+            frozen_weights: self.quantized_nontrainable_weights,
+            gradients: self.quantized_gradients.or_usual(Quantization::Int4),
+            rounding: self.quantization_rounding,
+            error_feedback: self.error_feedback.then(|| ErrorFeedback {
+                beta: self.err_beta.unwrap_or(usual.beta),
+                reset_steps: self.err_reset_steps.unwrap_or(usual.reset_steps),
+            }),
+            node_size: self.node_size,
+            secondary_partition: self.secondary_partition_size,
+        }
+    }
+
+    /// Refuses a setting of the error's feedback without the feedback.
+    pub(super) fn check_error_feedback(&self) -> Result<(), String> {
+        let beta = self.err_beta.map(|beta| format!("err_beta is {beta}"));
+        let reset = self.err_reset_steps.map(|steps| format!("err_reset_steps is {steps}"));
+        match beta.or(reset).filter(|_| !self.error_feedback) {
+            Some(setting) => Err(format!(
+                "shard.{setting}, but shard.error_feedback is false; set it to true, or leave the other out"
+            )),
+            None => Ok(()),
         }
     }
 }
@@ -230,6 +300,15 @@ impl Default for ShardingConfig {
             prefetch_bucket_size: None,
             max_live_parameters: None,
             max_reuse_distance: 0,
+            quantized_weights: QuantizeSetting::Switch(false),
+            quantized_nontrainable_weights: false,
+            quantized_gradients: QuantizeSetting::Switch(false),
+            quantization_rounding: Rounding::Nearest,
+            error_feedback: false,
+            err_beta: None,
+            err_reset_steps: None,
+            node_size: None,
+            secondary_partition_size: None,
         }
     }
 }
