@@ -9,8 +9,8 @@ mod sections;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{MixedPrecision, PlanError};
-use shardwise_engine::{EngineConfig, LossScale, MuonScale, OptimizerConfig};
+use shardwise_core::{MixedPrecision, PlanError, seed_for};
+use shardwise_engine::{EngineConfig, LossScale, MuonScale, OptimizerConfig, SwapPlace};
 use shardwise_models::{Gpt2Config, LlamaConfig, ModelConfig};
 use toml::{Table, Value};
 
@@ -237,6 +237,15 @@ impl Config {
             offload: self.offload.engine(),
             ..EngineConfig::default()
         }
+    }
+
+    /// Where what rests in files goes. A run is known by its name and its output folder: what a dead one has left below the
+    /// same path is its own.
+    pub fn swap_place(&self) -> Option<SwapPlace> {
+        let path = self.offload.path.clone()?;
+        let output = std::path::absolute(self.output_dir()).unwrap_or_else(|_| self.output_dir());
+        let run = format!("{}-{:08x}", self.run.name, seed_for(0, &output.to_string_lossy()) as u32);
+        Some(SwapPlace { path, run, io: self.offload.io() })
     }
 
     fn optimizer(&self) -> OptimizerConfig {

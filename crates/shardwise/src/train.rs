@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use shardwise_burn::{ParamSource, ShardConfig, ShardedModel, StepError, StepOutcome};
+use shardwise_burn::{Init, ParamSource, ShardConfig, ShardedModel, StepError, StepOutcome};
 use shardwise_checkpoint::FolderWriter;
 use shardwise_comm::ProcessGroup;
 use shardwise_core::{MemoryPlan, StepSchedule};
@@ -131,12 +131,11 @@ impl<'a> Rank<'a> {
             Some(weights) => weights,
             None => &no_weights,
         };
-        let model = ShardedModel::new(
-            group.clone(),
-            job.model.init(&device).map_err(RunError::user)?,
-            shard,
-            source,
-        )?;
+        let mut init = Init::new(shard);
+        if let Some(place) = config.swap_place() {
+            init = init.swap_at(place);
+        }
+        let model = init.shard(group.clone(), job.model.init(&device).map_err(RunError::user)?, source)?;
         let plan = memory_plan(config, &model.layouts())?;
         Ok(Self { job, group, data, device, model, plan, peak: PeakProportional::new() })
     }
