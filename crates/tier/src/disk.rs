@@ -18,7 +18,7 @@ use crate::method::{OpenFile, Wait};
 use crate::names;
 use crate::object::{ObjectId, Objects, no_tile};
 use crate::open::{self, create, free_bytes};
-use crate::queue::{Cause, Progress, Queue, Transfer};
+use crate::queue::{Progress, Queue, Transfer};
 use crate::stats::TierStats;
 use crate::testing::Faults;
 
@@ -206,7 +206,10 @@ impl Disk {
             abandoned: false,
             progress: Progress::default(),
         });
-        self.pump(Wait::No)?;
+        if let Err(error) = self.pump(Wait::No) {
+            self.abandoned.lock().unwrap_or_else(PoisonError::into_inner).push(key);
+            return Err(error);
+        }
         Ok(Ok(key))
     }
 
@@ -214,7 +217,7 @@ impl Disk {
     pub(crate) fn wait_read(&mut self, key: usize) -> Result<Buffer> {
         self.wait_for(key)?;
         let Some(transfer) = self.queue.take(key) else { return Err(self.lost_buffer()) };
-        let error = self.failure(&transfer);
+        let error = transfer.error(self.rank);
         let Transfer { len, hash, offset, file, cut, .. } = transfer;
         let memory = cut.join().map_err(|_| self.lost_buffer())?;
         // Dropped on an error, and so given back.
@@ -394,7 +397,7 @@ impl Disk {
                 continue;
             }
             let Some(transfer) = self.queue.take(key) else { continue };
-            let error = self.failure(&transfer);
+            let error = transfer.error(self.rank);
             if transfer.access == Access::Write
                 && let Ok(tile) = self.tile(transfer.object, transfer.tile)
             {
@@ -439,32 +442,6 @@ impl Disk {
         let result = body(self);
         self.stats.wait += start.elapsed();
         result
-    }
-
-    /// What a transfer's failure means.
-    fn failure(&self, transfer: &Transfer) -> Option<TierError> {
-        let failure = transfer.progress.failure?;
-        let (rank, file) = (self.rank, transfer.file.path.clone());
-        let (offset, bytes) = (failure.offset, failure.bytes as u64);
-        Some(match (failure.cause, transfer.access) {
-            (Cause::End(found), Access::Read) => TierError::Truncated {
-                rank,
-                file,
-                offset: transfer.offset,
-                expected: transfer.len as u64,
-                found: (offset - transfer.offset + found as u64).min(transfer.len as u64),
-            },
-            (Cause::System(Errno::NOSPC | Errno::DQUOT), Access::Write) => {
-                TierError::Full { rank, file, offset, needed: bytes, free: free_bytes(&transfer.file.fd) }
-            }
-            (Cause::End(found), access) => {
-                let cause = format!("the system took only {found} of them, several times");
-                TierError::Io { rank, file, access, offset, bytes, cause }
-            }
-            (Cause::System(errno), access) => {
-                TierError::Io { rank, file, access, offset, bytes, cause: errno.to_string() }
-            }
-        })
     }
 
     fn system(&self, errno: Errno) -> TierError {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::Result;
 use crate::error::TierError;
 use crate::lock::Lock;
-use crate::names::is_tiles_file;
+use crate::names::{is_run_folder, is_tiles_file};
 
 /// A rank's folder, locked. Dropping it removes what is ours, and the folder if nothing else is in it.
 #[derive(Debug)]
@@ -20,7 +20,6 @@ pub(crate) struct RankFolder {
 impl RankFolder {
     /// Makes the folder if it is not there, takes it, and removes files that a dead owner left.
     pub(crate) fn take(path: &Path, what: &str) -> Result<Self> {
-        make(path)?;
         let lock = Lock::take(path, what)?;
         remove_tiles(path)?;
         Ok(Self { path: path.to_path_buf(), lock: Some(lock) })
@@ -36,6 +35,12 @@ impl Drop for RankFolder {
         let _ = remove_tiles(&self.path);
         self.lock = None;
         let _ = fs::remove_dir(&self.path);
+        // The last rank to go takes the run's folder along, if its owner has gone before. (An owner has a file in it.)
+        if let Some(run) = self.path.parent()
+            && run.file_name().is_some_and(is_run_folder)
+        {
+            let _ = fs::remove_dir(run);
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A folder's owner: a process that holds a lock on a file in it. The lock goes when the process ends, however it ends.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use crate::Result;
 use crate::error::TierError;
+use crate::folder::make;
 use crate::names::LOCK;
 
 /// Attempts, where a file goes between its opening and its locking, as it does when another owner ends.
@@ -23,7 +24,7 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock of `folder`, which exists, and writes into its file who has it.
+    /// Makes `folder` if it is not there, takes its lock, and writes into the lock's file who has it.
     pub(crate) fn take(folder: &Path, what: &str) -> Result<Self> {
         let path = folder.join(LOCK);
         let refused = |what: &str, cause: String| TierError::Folder {
@@ -32,15 +33,21 @@ impl Lock {
             cause,
         };
         for _ in 0..ATTEMPTS {
-            let file = OpenOptions::new()
+            make(folder)?;
+            let opened = OpenOptions::new()
                 .read(true)
                 .write(true)
                 .create(true)
                 .truncate(false)
                 .mode(0o644)
                 .custom_flags(OFlags::NOFOLLOW.bits() as i32)
-                .open(&path)
-                .map_err(|e| refused("create", e.to_string()))?;
+                .open(&path);
+            let file = match opened {
+                Ok(file) => file,
+                // The owner before has just removed the folder.
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(refused("create", e.to_string())),
+            };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Err(owned(folder, file)),
@@ -50,7 +57,6 @@ impl Lock {
             // The owner before may have removed the file after it was opened here.
             let lock = Self { file, path: path.clone() };
             if !lock.is_in_place() {
-                std::mem::drop(lock);
                 continue;
             }
             let text = format!("{} ({what})\n", std::process::id());

@@ -37,6 +37,11 @@ pub(crate) fn run_folder(run: &str) -> String {
     name
 }
 
+/// Whether a name is one that [`run_folder`] could make.
+pub(crate) fn is_run_folder(name: &OsStr) -> bool {
+    name.to_str().is_some_and(|n| n.starts_with(RUN) && n.chars().all(is_harmless))
+}
+
 /// The folder of a rank in that of its run.
 pub(crate) fn rank_folder(rank: usize) -> String {
     format!("{RANK}{rank}")

@@ -12,9 +12,10 @@ use rustix::io::Errno;
 use shardwise_core::IO_ALIGNMENT;
 
 use crate::buffer::Cut;
-use crate::error::Access;
+use crate::error::{Access, TierError};
 use crate::method::{Done, Method, OpenFile, Piece, Wait};
 use crate::object::ObjectId;
+use crate::open::free_bytes;
 use crate::testing::Faults;
 
 /// How often a transfer may make no progress before that is its end.
@@ -69,6 +70,32 @@ pub(crate) enum Cause {
 impl Transfer {
     pub(crate) fn is_finished(&self) -> bool {
         self.cut.is_done() && self.progress.out == 0
+    }
+
+    /// What its failure means, if it has failed.
+    pub(crate) fn error(&self, rank: usize) -> Option<TierError> {
+        let failure = self.progress.failure?;
+        let file = self.file.path.clone();
+        let (offset, bytes) = (failure.offset, failure.bytes as u64);
+        Some(match (failure.cause, self.access) {
+            (Cause::End(found), Access::Read) => TierError::Truncated {
+                rank,
+                file,
+                offset: self.offset,
+                expected: self.len as u64,
+                found: (offset - self.offset + found as u64).min(self.len as u64),
+            },
+            (Cause::System(Errno::NOSPC | Errno::DQUOT), Access::Write) => {
+                TierError::Full { rank, file, offset, needed: bytes, free: free_bytes(&self.file.fd) }
+            }
+            (Cause::End(found), access) => {
+                let cause = format!("the system took only {found} of them, several times");
+                TierError::Io { rank, file, access, offset, bytes, cause }
+            }
+            (Cause::System(errno), access) => {
+                TierError::Io { rank, file, access, offset, bytes, cause: errno.to_string() }
+            }
+        })
     }
 }
 
@@ -258,6 +285,11 @@ impl Queue {
         let bytes = piece.part.bytes();
         let cause = match result {
             Ok(moved) if moved >= bytes => None,
+            // The file ends here, and will the next time.
+            Ok(0) if transfer.access == Access::Read => {
+                progress.stalls = MOST_STALLS;
+                Some(Cause::End(0))
+            }
             Ok(moved) => {
                 // Direct transfers go on at a whole block.
                 let whole = moved - moved % IO_ALIGNMENT;

@@ -38,7 +38,6 @@ impl RunFolder {
     pub fn claim(path: &Path, run: &str) -> Result<Self> {
         make(path)?;
         let folder = path.join(names::run_folder(run));
-        make(&folder)?;
         let lock = Lock::take(&folder, &format!("run {run:?}"))?;
         // From here on the drop removes what is ours.
         let claimed = Self { path: folder, lock: Some(lock) };
