@@ -66,6 +66,11 @@ pub enum CommError {
 }
 
 impl CommError {
+    /// What a peer lends of `label` cannot be decoded.
+    pub fn undecodable(label: &str, source: &crate::quantise::RawMissing) -> Self {
+        Self::system(format!("decoding what travels of `{label}`"), source)
+    }
+
     pub(crate) fn system(what: impl Into<String>, source: impl std::fmt::Display) -> Self {
         CommError::System { what: what.into(), source_text: source.to_string() }
     }

@@ -20,26 +20,25 @@
 //! Variations. Parameters that are bf16 or f16 in the model are gathered in that, beside the others. Gradients that are
 //! accumulated unsharded take one full gradient of every unit, and `L` is that of one round. With a `param_dtype` below
 //! f32 a rank holds `2 S` of low-precision parameters where it gathers from peers, and gathers even where it has all
-//! parameters, to round them. A hybrid strategy has the formulas of its groups, with `W` their size, and one sum of the
-//! largest part for the way across. With the step inside backward partial sums take one part of the largest flat
-//! parameter.
+//! parameters, to round them. Quantised parameters do the same with [`crate::Quantization::bytes`] of each shard; frozen
+//! ones that rest in int8 take those bytes instead of `4 S`. A hybrid strategy has the formulas of its groups, with `W`
+//! their size, and one sum of the largest part for the way across. With the step inside backward partial sums take one
+//! part of the largest flat parameter.
 
 use std::fmt;
 
 use crate::gather::GatherPolicy;
 use crate::layout::FlatLayout;
-use crate::precision::MixedPrecision;
+use crate::precision::{MixedPrecision, Precision};
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
 use crate::statistics::{OptimizerPlan, PlannedStatistics};
 use crate::strategy::ShardingStrategy;
 use crate::traffic::Traffic;
-use crate::wire::WireConfig;
+use crate::wire::{Travel, WireConfig};
 
 /// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
 const F32: u64 = 4;
-/// Bytes of a bf16 or f16.
-const LOW_WIDTH: u64 = 2;
 
 /// What a rank holds memory for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -195,12 +194,19 @@ impl PlanInput {
 
     /// Whether flat parameters of a kind are gathered at all: from peers, or from this rank's own to round them.
     fn gathers(&self, kind: usize) -> bool {
-        self.gathers_from_peers() || self.is_low(kind)
+        self.gathers_from_peers() || !self.travel(kind).is_exact()
     }
 
-    /// Whether flat parameters of a kind are gathered in less than f32.
-    fn is_low(&self, kind: usize) -> bool {
-        LOW.contains(&kind) || self.precision.param_dtype.is_low()
+    /// How flat parameters of a kind travel to a computation.
+    fn travel(&self, kind: usize) -> Travel {
+        // The two types that are narrower in the model take as many bytes.
+        let precision = if LOW.contains(&kind) { Precision::Bf16 } else { self.precision.param_dtype };
+        self.wire.travel(precision, TRAINED.contains(&kind))
+    }
+
+    /// Whether flat parameters of a kind rest as they travel.
+    fn rests_quantised(&self, kind: usize) -> bool {
+        self.wire.rests_quantised(TRAINED.contains(&kind))
     }
 
     /// Ranks that sum each other's full gradients, and how many such groups there are.
@@ -232,10 +238,7 @@ impl MemoryPlan {
     /// Computes the plan; equal for every rank.
     pub fn new(input: &PlanInput) -> Self {
         let sizes = Sizes::new(input);
-        let bytes_of = |purpose: Purpose| {
-            let width = if purpose == Purpose::LowPrecisionParameters { LOW_WIDTH } else { F32 };
-            (purpose, width * sizes.elements(purpose, input))
-        };
+        let bytes_of = |purpose: Purpose| (purpose, sizes.bytes(purpose, input));
         Self { bytes: Purpose::ALL.into_iter().map(bytes_of).collect(), sent: sizes.sent(input) }
     }
 
@@ -278,6 +281,12 @@ struct Sizes {
     units: [u64; KINDS],
     /// Of the largest unit, padding included.
     largest: [u64; KINDS],
+    /// Bytes, not elements, of a rank's part of the root on its way to a peer.
+    root_part: [u64; KINDS],
+    /// The same of all units.
+    unit_parts: [u64; KINDS],
+    /// Bytes of what a rank keeps, as it travels.
+    kept: [u64; KINDS],
 }
 
 fn sum(kinds: impl IntoIterator<Item = usize>, of: &[u64; KINDS]) -> u64 {
@@ -297,15 +306,35 @@ impl Sizes {
             sizes.units[kind] = units().map(padded).sum();
             sizes.largest[kind] = units().map(padded).max().unwrap_or(0);
             sizes.shards[kind] = (sizes.root[kind] + sizes.units[kind]) / w as u64;
+            let travelling = |numel: usize| input.travel(kind).bytes(numel) as u64;
+            sizes.root_part[kind] = travelling(root.div_ceil(w));
+            sizes.unit_parts[kind] = units().map(|numel| travelling(numel.div_ceil(w))).sum();
+            sizes.kept[kind] = if input.strategy.is_sharded() {
+                sizes.root_part[kind] + sizes.unit_parts[kind]
+            } else {
+                travelling(root) + units().map(travelling).sum::<u64>()
+            };
         }
         sizes
+    }
+
+    fn bytes(&self, purpose: Purpose, input: &PlanInput) -> u64 {
+        let resting = (0..KINDS).filter(|kind| input.rests_quantised(*kind));
+        match purpose {
+            Purpose::Parameters => F32 * self.elements(purpose, input) + sum(resting, &self.kept),
+            Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
+                let derived = |kind: &usize| !input.rests_quantised(*kind) && !input.travel(*kind).is_exact();
+                sum((0..KINDS).filter(derived), &self.kept)
+            }
+            _ => F32 * self.elements(purpose, input),
+        }
     }
 
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
         let kept = if input.strategy.is_sharded() { &self.shards } else { &self.all };
         let gathered = |of: &[u64; KINDS]| sum((0..KINDS).filter(|kind| input.gathers(*kind)), of);
         match purpose {
-            Purpose::Parameters => sum(0..KINDS, kept),
+            Purpose::Parameters => sum((0..KINDS).filter(|kind| !input.rests_quantised(*kind)), kept),
             Purpose::OptimizerState => match input.optimizer.statistics {
                 PlannedStatistics::PerElement(states) => sum(TRAINED, kept) * states as u64,
                 PlannedStatistics::Elements(numel) => numel as u64,
@@ -322,9 +351,6 @@ impl Sizes {
             Purpose::RootGradient => sum(TRAINED, &self.root),
             Purpose::UnitGradient if input.unsharded_accumulation => sum(TRAINED, &self.units),
             Purpose::UnitGradient => sum(TRAINED, &self.largest),
-            Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
-                sum((0..KINDS).filter(|kind| input.is_low(*kind)), kept)
-            }
             Purpose::LowPrecisionParameters => 0,
             Purpose::ReplicaSum => {
                 let across = input.replicas() > 1 && input.strategy.is_hybrid();
@@ -352,26 +378,21 @@ impl Sizes {
     fn sent(&self, input: &PlanInput) -> Traffic {
         let rounds = input.schedule.rounds() as u64;
         let sharded = input.strategy.is_sharded();
-        let gathered = |kind: usize| {
-            let passes = rounds * (1 + u64::from(input.strategy.reshards_after_forward()));
-            let width =
-                if LOW.contains(&kind) { LOW_WIDTH } else { input.precision.param_dtype.bytes() as u64 };
-            width * (self.root[kind] + passes * self.units[kind])
-        };
+        let passes = rounds * (1 + u64::from(input.strategy.reshards_after_forward()));
+        let gathered = |kind: usize| self.root_part[kind] + passes * self.unit_parts[kind];
         let gathered: u64 = if sharded { (0..KINDS).map(gathered).sum() } else { 0 };
         let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
-        // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
-        let summed = u64::from(!sharded) * once * F32;
+        // Without sharding the summed gradient is gathered once, for every rank to update all parameters; its padded size is
+        // a multiple of their number.
+        let summed = if sharded { 0 } else { once * F32 / input.shard_group as u64 };
         let reduced = reduce_traffic(once * input.precision.reduce_dtype.bytes() as u64, once * F32, input);
         gather_traffic(gathered + summed, input) + reduced * input.reductions() as u64
     }
 }
 
-/// What a rank sends when `bytes`, of all ranks that share the model together, are gathered from it and its peers.
-fn gather_traffic(bytes: u64, input: &PlanInput) -> Traffic {
+/// What a rank sends when its part of `part` bytes is gathered by those that share the model.
+fn gather_traffic(part: u64, input: &PlanInput) -> Traffic {
     let (sharers, near) = (input.shard_group as u64, input.groups().0);
-    // Every padded size is a multiple of the number of sharers.
-    let part = bytes / sharers;
     Traffic { inside: (near - 1) * part, across: (sharers - near) * part }
 }
 

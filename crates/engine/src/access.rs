@@ -16,8 +16,11 @@ impl Engine {
     /// Lets `edit` change some of the owned parameters of a unit's part, to initialise or load them: those at `range` of
     /// the elements [`FlatParamHandle::owned`]. Returns what `edit` does.
     ///
+    /// Frozen ones that rest in int8 are quantised after that.
+    ///
     /// # Errors
-    /// In the middle of a step, and when a peer is lost or late.
+    /// In the middle of a step, when a peer is lost or late, and when a frozen parameter that rests in int8 is given a number
+    /// that is NaN or infinite: it then keeps its values.
     ///
     /// # Panics
     /// When there is no such part, or it has no such elements.
@@ -32,6 +35,9 @@ impl Engine {
         let rank = self.group.rank();
         self.version += 1;
         let handle = &self.units[Place { unit, part }];
+        if handle.rests() {
+            return self.edit_resting(Place { unit, part }, range, edit);
+        }
         let (start, owned) = (handle.span().start, handle.owned().len());
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;
         Ok(edit(&mut params[start..start + owned][range]))

@@ -61,6 +61,7 @@ impl Engine {
         let handle_config = HandleConfig {
             strategy: config.strategy,
             precision: config.precision,
+            wire: config.wire,
             average: config.ema_decay.is_some(),
             world: group.size(),
             summed,
@@ -133,17 +134,18 @@ impl Engine {
 
     /// Allocates what some configurations need besides parameters and statistics.
     fn allocate_derived(&mut self, node: Option<ProcessGroup>, across: Option<ProcessGroup>) -> Result<()> {
-        if self.config.strategy.is_sharded() && self.shards.size() > 1 {
-            let mut numel = 0;
-            for handle in self.units.handles_mut().filter(|handle| handle.param_dtype().is_low()) {
-                handle.low_start = numel;
-                numel += handle.span().len();
-            }
-            if numel > 0 {
-                let bytes = numel * size_of::<u16>();
-                self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
-                self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
-            }
+        let (mut bytes, mut derived) = (0, 0);
+        for handle in self.units.handles_mut().filter(|handle| handle.has_low_copy() || handle.rests()) {
+            handle.low_start = bytes;
+            bytes = handle.encoded_range().end;
+            derived += if handle.rests() { 0 } else { handle.encoded_range().len() };
+        }
+        if bytes > 0 {
+            let mut low = self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?;
+            // What rests in it begins as zeros.
+            self.comm(low.writable().map(|low| low.fill(0.0)))?;
+            self.low = Some(low);
+            self.ledger.add_bytes(Purpose::LowPrecisionParameters, derived);
         }
         if let Some(across) = across {
             let parts = self.units.handles().filter(|h| h.is_trainable());
@@ -159,7 +161,11 @@ impl Engine {
 
     fn zero_params(&mut self) -> Result<()> {
         for Place { unit, part } in self.units.places() {
-            let owned = self.units[Place { unit, part }].owned().len();
+            let handle = &self.units[Place { unit, part }];
+            let owned = handle.owned().len();
+            if handle.rests() {
+                continue;
+            }
             self.edit_owned(unit, part, 0..owned, |params| params.fill(0.0))?;
         }
         Ok(())

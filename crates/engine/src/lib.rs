@@ -32,11 +32,13 @@ mod partial;
 pub mod pass;
 mod pool;
 mod reduce;
+mod rest;
 pub mod scale;
 mod unit;
 mod unshard;
 pub mod view;
 mod whole;
+mod wire;
 
 pub use config::{
     Accumulation, Divisor, EngineConfig, MAX_SKIPS, NonFinite, NonFiniteElement, StepReport, UnitId,
