@@ -41,7 +41,7 @@ impl Engine {
         }
         if let Some(low) = self.low.as_ref().filter(|_| encoded) {
             let bytes = low.numel() * size_of::<f32>();
-            self.low_loan = Some(self.comm(self.shards.lend("encoded parameters", low, bytes))?);
+            self.low_loan = Some(self.comm(self.shards.lend("parameters", low, bytes))?);
         }
         Ok(())
     }
