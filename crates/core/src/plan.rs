@@ -65,13 +65,15 @@ pub enum Purpose {
     LowPrecisionParameters,
     /// A group's sum of one part of a gradient, on its way to the other groups.
     ReplicaSum,
-    /// A node's sums of parts of a gradient, on their way to the other nodes.
+    /// Parts on their way into a node, and a node's sums of parts on their way to the other nodes.
     HierarchyRelay,
+    /// hpZ: a rank's part of its node's second copy of the parameters.
+    SecondaryParameters,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 12] = [
+    pub const ALL: [Purpose; 13] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::WeightAverages,
@@ -84,6 +86,7 @@ impl Purpose {
         Purpose::LowPrecisionParameters,
         Purpose::ReplicaSum,
         Purpose::HierarchyRelay,
+        Purpose::SecondaryParameters,
     ];
 
     /// The name used in reports.
@@ -100,7 +103,8 @@ impl Purpose {
             Purpose::UnitGradient => "unit gradient",
             Purpose::LowPrecisionParameters => "low-precision parameters",
             Purpose::ReplicaSum => "sum across replicas",
-            Purpose::HierarchyRelay => "sums across nodes",
+            Purpose::HierarchyRelay => "relays between nodes",
+            Purpose::SecondaryParameters => "secondary parameters",
         }
     }
 }
@@ -221,10 +225,33 @@ impl PlanInput {
         node.filter(|_| !self.strategy.is_hybrid())
     }
 
+    /// Whether nodes keep a second copy of the parameters.
+    fn keeps_secondary(&self) -> bool {
+        self.wire.keeps_secondary() && self.node().is_some() && self.strategy.is_sharded()
+    }
+
+    /// Every flat parameter, as a rank's part of it travels.
+    fn parts(&self) -> impl Iterator<Item = Part> + '_ {
+        let units = self.units.iter().map(|unit| (false, unit)).chain([(true, &self.root)]);
+        units.flat_map(move |(is_root, unit)| {
+            unit.parts().into_iter().enumerate().map(move |(kind, numel)| {
+                let bytes = self.travel(kind).bytes(numel.div_ceil(self.shard_group.max(1)));
+                Part { is_root, bytes: bytes as u64 }
+            })
+        })
+    }
+
     /// How often a step reduces.
     fn reductions(&self) -> usize {
         if self.unsharded_accumulation { 1 } else { self.schedule.rounds() }
     }
+}
+
+/// A rank's part of one flat parameter.
+struct Part {
+    is_root: bool,
+    /// As it travels.
+    bytes: u64,
 }
 
 /// The bytes of a rank by purpose, and what it sends.
@@ -281,11 +308,7 @@ struct Sizes {
     units: [u64; KINDS],
     /// Of the largest unit, padding included.
     largest: [u64; KINDS],
-    /// Bytes, not elements, of a rank's part of the root on its way to a peer.
-    root_part: [u64; KINDS],
-    /// The same of all units.
-    unit_parts: [u64; KINDS],
-    /// Bytes of what a rank keeps, as it travels.
+    /// Bytes, not elements, of what a rank keeps, as it travels.
     kept: [u64; KINDS],
 }
 
@@ -307,13 +330,9 @@ impl Sizes {
             sizes.largest[kind] = units().map(padded).max().unwrap_or(0);
             sizes.shards[kind] = (sizes.root[kind] + sizes.units[kind]) / w as u64;
             let travelling = |numel: usize| input.travel(kind).bytes(numel) as u64;
-            sizes.root_part[kind] = travelling(root.div_ceil(w));
-            sizes.unit_parts[kind] = units().map(|numel| travelling(numel.div_ceil(w))).sum();
-            sizes.kept[kind] = if input.strategy.is_sharded() {
-                sizes.root_part[kind] + sizes.unit_parts[kind]
-            } else {
-                travelling(root) + units().map(travelling).sum::<u64>()
-            };
+            let sharers = if input.strategy.is_sharded() { w } else { 1 };
+            let kept = |numel: usize| travelling(numel.div_ceil(sharers));
+            sizes.kept[kind] = kept(root) + units().map(kept).sum::<u64>();
         }
         sizes
     }
@@ -326,6 +345,8 @@ impl Sizes {
                 let derived = |kind: &usize| !input.rests_quantised(*kind) && !input.travel(*kind).is_exact();
                 sum((0..KINDS).filter(derived), &self.kept)
             }
+            Purpose::HierarchyRelay => self.relay_bytes(input),
+            Purpose::SecondaryParameters => secondary_bytes(input),
             _ => F32 * self.elements(purpose, input),
         }
     }
@@ -356,9 +377,8 @@ impl Sizes {
                 let across = input.replicas() > 1 && input.strategy.is_hybrid();
                 u64::from(across) * self.largest_part(input)
             }
-            Purpose::HierarchyRelay => {
-                input.node().map_or(0, |_| input.groups().1 * self.largest_part(input))
-            }
+            // Counted in bytes.
+            Purpose::HierarchyRelay | Purpose::SecondaryParameters => 0,
         }
     }
 
@@ -375,25 +395,58 @@ impl Sizes {
         self.largest[kind] * input.gather.slots(&sizes, &has, input.schedule.rounds()) as u64
     }
 
+    /// What passes through nodes: sums on their way out of one, and parts that are not kept on their way into it.
+    fn relay_bytes(&self, input: &PlanInput) -> u64 {
+        if input.node().is_none() {
+            return 0;
+        }
+        let nodes = input.groups().1;
+        let sums = F32 * self.largest_part(input);
+        let gathered = if !input.strategy.is_sharded() {
+            sums
+        } else if input.keeps_secondary() {
+            0
+        } else {
+            input.parts().map(|part| part.bytes).max().unwrap_or(0)
+        };
+        nodes * (sums + gathered)
+    }
+
     fn sent(&self, input: &PlanInput) -> Traffic {
-        let rounds = input.schedule.rounds() as u64;
-        let sharded = input.strategy.is_sharded();
-        let passes = rounds * (1 + u64::from(input.strategy.reshards_after_forward()));
-        let gathered = |kind: usize| self.root_part[kind] + passes * self.unit_parts[kind];
-        let gathered: u64 = if sharded { (0..KINDS).map(gathered).sum() } else { 0 };
         let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
-        // Without sharding the summed gradient is gathered once, for every rank to update all parameters; its padded size is
-        // a multiple of their number.
-        let summed = if sharded { 0 } else { once * F32 / input.shard_group as u64 };
         let reduced = reduce_traffic(once * input.precision.reduce_dtype.bytes() as u64, once * F32, input);
-        gather_traffic(gathered + summed, input) + reduced * input.reductions() as u64
+        let mut sent = reduced * input.reductions() as u64;
+        if input.strategy.is_sharded() {
+            let passes =
+                input.schedule.rounds() as u64 * (1 + u64::from(input.strategy.reshards_after_forward()));
+            for part in input.parts() {
+                let gathers = if part.is_root { 1 } else { passes };
+                let fills = if input.keeps_secondary() { 1 } else { gathers };
+                sent += gather_traffic(part.bytes, (gathers, fills), input);
+            }
+        } else {
+            // The summed gradient is gathered once, for every rank to update all parameters.
+            sent += gather_traffic(once * F32 / input.shard_group as u64, (1, 1), input);
+        }
+        sent
     }
 }
 
-/// What a rank sends when its part of `part` bytes is gathered by those that share the model.
-fn gather_traffic(part: u64, input: &PlanInput) -> Traffic {
-    let (sharers, near) = (input.shard_group as u64, input.groups().0);
-    Traffic { inside: (near - 1) * part, across: (sharers - near) * part }
+/// hpZ: of every flat parameter, the parts of as many ranks as there are nodes.
+fn secondary_bytes(input: &PlanInput) -> u64 {
+    let parts = input.parts().map(|part| part.bytes).sum::<u64>();
+    u64::from(input.keeps_secondary()) * input.groups().1 * parts
+}
+
+/// What a rank sends when it and its peers gather parts of `part` bytes so many times, of which some fill the nodes.
+fn gather_traffic(part: u64, (gathers, fills): (u64, u64), input: &PlanInput) -> Traffic {
+    let (near, groups) = input.groups();
+    match input.node() {
+        Some(_) => {
+            Traffic { inside: gathers * (near - 1) * groups * part, across: fills * (groups - 1) * part }
+        }
+        None => Traffic { inside: gathers * (input.shard_group as u64 - 1) * part, across: 0 },
+    }
 }
 
 /// What a rank sends when full gradients are summed: of `bytes` inside the groups, and of sums of `sum_bytes` across them.

@@ -15,6 +15,7 @@ use crate::error::EngineError;
 use crate::events::EventLog;
 use crate::handle::{FlatParamHandle, HandleConfig};
 use crate::hierarchy::Groups;
+use crate::hops::Hops;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::optimizer::ParamGroups;
@@ -98,6 +99,7 @@ impl Engine {
             version: 0,
             gathers_masters: false,
             across: None,
+            hops: None,
             scaler: LossScaler::new(config.loss_scale),
             updates: 0,
             skips: 0,
@@ -155,6 +157,11 @@ impl Engine {
                 None => Across::replicas(across, self.shards.rank(), largest, &mut self.ledger),
             };
             self.across = Some(self.comm(across)?);
+        }
+        if let Some(node) = node {
+            let (groups, keeps) = ((self.shards.clone(), node), self.config.wire.keeps_secondary());
+            let hops = Hops::new(groups, self.units.handles(), keeps, &mut self.ledger);
+            self.hops = Some(self.comm(hops)?);
         }
         Ok(())
     }

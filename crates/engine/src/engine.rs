@@ -19,6 +19,7 @@ use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
 use crate::handle::FlatParamHandle;
+use crate::hops::Hops;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
@@ -57,6 +58,8 @@ pub struct Engine {
     pub(crate) shards: ProcessGroup,
     /// The second hop of reductions, over the groups of a hybrid layout or over nodes.
     pub(crate) across: Option<Across>,
+    /// With nodes, the way of parameters through them.
+    pub(crate) hops: Option<Hops>,
     /// All ranks, with an order of operations of its own for reductions: ranks may use different units.
     pub(crate) reductions: ProcessGroup,
     pub(crate) config: EngineConfig,

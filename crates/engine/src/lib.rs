@@ -23,6 +23,7 @@ pub mod error;
 pub mod events;
 pub mod handle;
 mod hierarchy;
+mod hops;
 mod in_backward;
 pub mod ledger;
 pub mod lr;

@@ -349,7 +349,14 @@ impl Engine {
         let numel = self.units[at].layout().padded_numel();
         let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
-        let dest = self.comm(taken)?;
+        let mut dest = self.comm(taken)?;
+        if self.hops.is_some()
+            && let Some(sum) = self.units[at].sum.take()
+        {
+            let gathered = self.gather_sum_in_hops(at, &sum, &mut dest);
+            self.units[at].sum = Some(sum);
+            return gathered.map(|()| dest);
+        }
         let handle = &mut self.units[at];
         let (gradient, gathered) = handle.gather_gradient(&self.shards, dest);
         self.sent += self.comm(gathered)?;

@@ -25,6 +25,10 @@ impl Engine {
         if !self.config.strategy.is_sharded() || self.shards.size() == 1 {
             return Ok(());
         }
+        if self.is_in_hops() {
+            // Nothing is lent for long: each gather lends what it needs.
+            return self.encode_params();
+        }
         // What cannot be quantised is read as f32.
         let reads_masters = |h: &FlatParamHandle| {
             !h.rests() && (full || h.travel().is_exact() || h.travel().quantised.is_some())
@@ -113,9 +117,13 @@ impl Engine {
         let numel = self.units[at].layout().padded_numel();
         let dest = self.gather_buffer(at, numel)?;
         let travel = self.gather_travel(at);
+        // A gather in two hops is posted when it is used, and counts what it sends itself.
+        let in_hops = self.gathers_in_hops(at);
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
-        self.sent += handle.gather_traffic(travel);
+        if !in_hops {
+            self.sent += handle.gather_traffic(travel);
+        }
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);
@@ -129,14 +137,18 @@ impl Engine {
         let mut result = Ok(());
         for at in self.parts_of(unit) {
             if let Some(mut buffer) = self.units[at].take_in_flight() {
-                let arrived = self.units[at].fill(&mut buffer, self.gather_from(at));
+                let arrived = if self.gathers_in_hops(at) {
+                    self.fill_in_hops(at, &mut buffer)
+                } else {
+                    let filled = self.units[at].fill(&mut buffer, self.gather_from(at));
+                    self.comm(filled).map(|lost| {
+                        if let Some(error) = lost {
+                            self.units[at].encoded.error = error;
+                        }
+                    })
+                };
                 self.units[at].gathered(buffer);
                 self.note(unit, EventKind::Gathered);
-                let arrived = self.comm(arrived).map(|lost| {
-                    if let Some(error) = lost {
-                        self.units[at].encoded.error = error;
-                    }
-                });
                 result = result.and(arrived);
             }
         }
