@@ -133,6 +133,19 @@ impl SharedBuffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast_mut(), self.numel) })
     }
 
+    /// The elements' bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(self.as_slice())
+    }
+
+    /// The elements' bytes, to write.
+    ///
+    /// # Errors
+    /// As [`SharedBuffer::writable`].
+    pub fn writable_bytes(&mut self) -> Result<&mut [u8]> {
+        self.writable().map(bytemuck::cast_slice_mut)
+    }
+
     /// Remembers that the buffer is lent in operation `seq` of `channel`.
     pub(crate) fn lent(&self, transport: &Arc<dyn Transport>, channel: &Arc<Channel>, seq: u64) {
         let mut loans = self.loans.lock().unwrap_or_else(PoisonError::into_inner);

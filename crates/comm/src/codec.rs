@@ -107,7 +107,10 @@ pub fn unpack(buffer: &mut [f32], numel: usize, divisor: f32, precision: Precisi
 }
 
 /// The f32 numbers that lie in bytes of the wire.
-pub(crate) fn take(bytes: &[u8], dest: &mut [f32], precision: Precision) {
+///
+/// # Panics
+/// When there are not as many as `dest` has.
+pub fn take(bytes: &[u8], dest: &mut [f32], precision: Precision) {
     if precision.is_low() {
         decode(bytemuck::cast_slice(bytes), dest, precision);
     } else {

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::quantise::RawMissing;
+
 /// A failed communication. Clones are equal: one failure is reported to many callers.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum CommError {
@@ -66,7 +68,18 @@ pub enum CommError {
 }
 
 impl CommError {
+    /// What a peer lends of `label` cannot be decoded.
+    pub fn undecodable(label: &str, source: &crate::quantise::RawMissing) -> Self {
+        Self::system(format!("decoding what travels of `{label}`"), source)
+    }
+
     pub(crate) fn system(what: impl Into<String>, source: impl std::fmt::Display) -> Self {
         CommError::System { what: what.into(), source_text: source.to_string() }
+    }
+}
+
+impl From<RawMissing> for CommError {
+    fn from(missing: RawMissing) -> Self {
+        Self::system("decoding what peers lend", missing)
     }
 }

@@ -172,6 +172,19 @@ impl Loan {
         Ok(())
     }
 
+    /// Bytes of what `peer` lends, where they lie.
+    ///
+    /// # Errors
+    /// When the peer has lent something else, or less, is lost, or is late with lending.
+    pub fn window(&self, peer: usize, bytes: Range<usize>) -> Result<Window> {
+        self.started.window(peer, Some(bytes))
+    }
+
+    /// Group ranks, starting after this one, so that ranks do not all read from the same peer at once.
+    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        self.started.peers()
+    }
+
     /// Copies f32 elements of `peer`'s buffer, from `start` on, into `dest`. No elements are read without waiting for anyone.
     ///
     /// # Errors

@@ -218,6 +218,36 @@ pub fn raw_blocks(wire: &[u8], numel: usize) -> impl Iterator<Item = Range<usize
     })
 }
 
+/// Gives the raw blocks among elements `range`, which are `source`, a scale, for wires whose source is not kept: the least
+/// that a scale can be, so that numbers below half of it are zero. To be called after [`quantise_at`] of the same.
+///
+/// # Errors
+/// The first element that is NaN or infinite, counted from the start of `source`; blocks before it have their scale.
+///
+/// # Panics
+/// As [`quantise_at`].
+pub fn settle_raw(
+    source: &[f32],
+    wire: &mut [u8],
+    range: Range<usize>,
+    (numel, how): (usize, Quantization),
+) -> Result<(), usize> {
+    assert_eq!(source.len(), range.len(), "the elements of the range");
+    check_blocks(&range, numel);
+    let raw: Vec<Range<usize>> = raw_blocks(wire, numel).filter(|block| overlap(block, &range)).collect();
+    for block in raw {
+        let elements = &source[block.start - range.start..block.end - range.start];
+        if let Some(bad) = elements.iter().position(|x| !x.is_finite()) {
+            return Err(block.start - range.start + bad);
+        }
+        let (scales, codes) = wire.split_at_mut(Quantization::blocks(numel) * SCALE);
+        let at = block.start / QUANTISATION_BLOCK * SCALE;
+        scales[at..at + SCALE].copy_from_slice(&f32::MIN_POSITIVE.to_le_bytes());
+        kernels::code_tiny(elements, &mut codes[how.code_bytes(block.start)..how.code_bytes(block.end)], how);
+    }
+    Ok(())
+}
+
 /// Whether decoding the `numel` elements of `wire` needs their f32 source.
 pub fn has_raw(wire: &[u8], numel: usize) -> bool {
     raw_blocks(wire, numel).next().is_some()

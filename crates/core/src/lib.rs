@@ -43,4 +43,4 @@ pub use shard::{ShardMetadata, ShardedParam};
 pub use statistics::{OptimizerKind, OptimizerPlan, ScratchSize, StatisticsSize};
 pub use strategy::ShardingStrategy;
 pub use traffic::Traffic;
-pub use wire::{ErrorFeedback, QUANTISATION_BLOCK, Quantization, Rounding, WireConfig};
+pub use wire::{ErrorFeedback, QUANTISATION_BLOCK, Quantization, Rounding, Travel, WireConfig};

@@ -144,8 +144,8 @@ pub struct RestingPart {
     pub numel: usize,
     /// Whether it is trained.
     pub trainable: bool,
-    /// Whether every rank keeps it whole because it is ignored or small.
-    pub replicated: bool,
+    /// Whether it stays in memory whatever is asked for: every rank keeps it whole, or it rests in few bits.
+    pub stays: bool,
 }
 
 /// What of a flat parameter rests elsewhere.
@@ -160,7 +160,7 @@ pub struct Placement {
 impl Offload {
     /// What of each flat parameter of a model rests elsewhere. Those that stay in memory within the bounds are the first.
     pub fn placement(&self, parts: &[RestingPart]) -> Vec<Placement> {
-        let can_go = |part: &RestingPart| !part.replicated && part.numel >= self.least_numel.max(1);
+        let can_go = |part: &RestingPart| !part.stays && part.numel >= self.least_numel.max(1);
         let trained: usize = parts.iter().filter(|p| p.trainable && can_go(p)).map(|p| p.numel).sum();
         // The share is of what could go.
         let mut stays = [self.max_in_memory, ((1.0 - self.ratio) * trained as f64) as usize];
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn the_first_parts_stay_within_the_bounds() {
-        let part = |numel, trainable| RestingPart { numel, trainable, replicated: false };
+        let part = |numel, trainable| RestingPart { numel, trainable, stays: false };
         let parts = [part(10, true), part(3, true), part(20, false), part(10, true)];
         let base =
             Offload { parameters: Tier::Host, optimizer: Tier::Nvme, least_numel: 4, ..Offload::default() };

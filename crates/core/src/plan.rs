@@ -20,27 +20,26 @@
 //! Variations. Parameters that are bf16 or f16 in the model are gathered in that, beside the others. Gradients that are
 //! accumulated unsharded take one full gradient of every unit, and `L` is that of one round. With a `param_dtype` below
 //! f32 a rank holds `2 S` of low-precision parameters where it gathers from peers, and gathers even where it has all
-//! parameters, to round them. A hybrid strategy has the formulas of its groups, with `W` their size, and one sum of the
-//! largest part for the way across. With the step inside backward partial sums take one part of the largest flat
-//! parameter.
+//! parameters, to round them. Quantised parameters do the same with [`crate::Quantization::bytes`] of each shard; frozen
+//! ones that rest in int8 take those bytes instead of `4 S`. A hybrid strategy has the formulas of its groups, with `W`
+//! their size, and one sum of the largest part for the way across. With the step inside backward partial sums take one
+//! part of the largest flat parameter.
 
 use std::fmt;
 
 use crate::gather::GatherPolicy;
 use crate::layout::FlatLayout;
 use crate::offload::{Offload, Placement, RestingPart, Tier};
-use crate::precision::MixedPrecision;
+use crate::precision::{MixedPrecision, Precision};
 use crate::reduction::max_partials;
 use crate::schedule::StepSchedule;
 use crate::statistics::{OptimizerPlan, PlannedStatistics};
 use crate::strategy::ShardingStrategy;
 use crate::traffic::Traffic;
-use crate::wire::WireConfig;
+use crate::wire::{Travel, WireConfig};
 
 /// Bytes of an f32, the type of every master weight, gradient sum and optimizer statistic.
 const F32: u64 = 4;
-/// Bytes of a bf16 or f16.
-const LOW_WIDTH: u64 = 2;
 
 /// What a rank holds memory for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -67,7 +66,7 @@ pub enum Purpose {
     LowPrecisionParameters,
     /// A group's sum of one part of a gradient, on its way to the other groups.
     ReplicaSum,
-    /// A node's sums of parts of a gradient, on their way to the other nodes.
+    /// Parts on their way into a node, and a node's sums of parts on their way to the other nodes.
     HierarchyRelay,
     /// Buffers through which passes what rests elsewhere.
     TierBuffers,
@@ -77,11 +76,13 @@ pub enum Purpose {
     StagedGradient,
     /// What rests elsewhere of one flat parameter, for the update by an optimizer that needs all of it at once.
     ReloadedState,
+    /// hpZ: a rank's part of its node's second copy of the parameters.
+    SecondaryParameters,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 16] = [
+    pub const ALL: [Purpose; 17] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::WeightAverages,
@@ -98,6 +99,7 @@ impl Purpose {
         Purpose::StagedParameters,
         Purpose::StagedGradient,
         Purpose::ReloadedState,
+        Purpose::SecondaryParameters,
     ];
 
     /// The name used in reports.
@@ -114,11 +116,12 @@ impl Purpose {
             Purpose::UnitGradient => "unit gradient",
             Purpose::LowPrecisionParameters => "low-precision parameters",
             Purpose::ReplicaSum => "sum across replicas",
-            Purpose::HierarchyRelay => "sums across nodes",
             Purpose::TierBuffers => "tier buffers",
             Purpose::StagedParameters => "staged parameters",
             Purpose::StagedGradient => "staged gradient",
             Purpose::ReloadedState => "reloaded state",
+            Purpose::HierarchyRelay => "relays between nodes",
+            Purpose::SecondaryParameters => "secondary parameters",
         }
     }
 }
@@ -218,7 +221,7 @@ impl PlanInput {
     /// Whether flat parameters of a kind are gathered at all: from peers, from this rank's own to round them, or because
     /// they rest elsewhere.
     fn gathers(&self, kind: usize, placement: Placement) -> bool {
-        self.gathers_from_peers() || self.is_low(kind) || placement.parameters
+        self.gathers_from_peers() || !self.travel(kind).is_exact() || placement.parameters
     }
 
     /// What of each flat parameter rests elsewhere: the root's by kind, then each unit's.
@@ -230,7 +233,7 @@ impl PlanInput {
         let part = |(kind, numel): (usize, usize)| RestingPart {
             numel: keeps(numel),
             trainable: TRAINED.contains(&kind),
-            replicated: false,
+            stays: self.rests_quantised(kind),
         };
         let parts: Vec<RestingPart> =
             units().flat_map(|unit| unit.parts().into_iter().enumerate().map(part)).collect();
@@ -239,9 +242,16 @@ impl PlanInput {
         of_units.to_vec()
     }
 
-    /// Whether flat parameters of a kind are gathered in less than f32.
-    fn is_low(&self, kind: usize) -> bool {
-        LOW.contains(&kind) || self.precision.param_dtype.is_low()
+    /// How flat parameters of a kind travel to a computation.
+    fn travel(&self, kind: usize) -> Travel {
+        // The two types that are narrower in the model take as many bytes.
+        let precision = if LOW.contains(&kind) { Precision::Bf16 } else { self.precision.param_dtype };
+        self.wire.travel(precision, TRAINED.contains(&kind))
+    }
+
+    /// Whether flat parameters of a kind rest as they travel.
+    fn rests_quantised(&self, kind: usize) -> bool {
+        self.wire.rests_quantised(TRAINED.contains(&kind))
     }
 
     /// Ranks that sum each other's full gradients, and how many such groups there are.
@@ -256,10 +266,33 @@ impl PlanInput {
         node.filter(|_| !self.strategy.is_hybrid())
     }
 
+    /// Whether nodes keep a second copy of the parameters.
+    fn keeps_secondary(&self) -> bool {
+        self.wire.keeps_secondary() && self.node().is_some() && self.strategy.is_sharded()
+    }
+
+    /// Every flat parameter, as a rank's part of it travels.
+    fn parts(&self) -> impl Iterator<Item = Part> + '_ {
+        let units = self.units.iter().map(|unit| (false, unit)).chain([(true, &self.root)]);
+        units.flat_map(move |(is_root, unit)| {
+            unit.parts().into_iter().enumerate().map(move |(kind, numel)| {
+                let bytes = self.travel(kind).bytes(numel.div_ceil(self.shard_group.max(1)));
+                Part { is_root, bytes: bytes as u64 }
+            })
+        })
+    }
+
     /// How often a step reduces.
     fn reductions(&self) -> usize {
         if self.unsharded_accumulation { 1 } else { self.schedule.rounds() }
     }
+}
+
+/// A rank's part of one flat parameter.
+struct Part {
+    is_root: bool,
+    /// As it travels.
+    bytes: u64,
 }
 
 /// The bytes of a rank by purpose, and what it sends.
@@ -273,10 +306,7 @@ impl MemoryPlan {
     /// Computes the plan; equal for every rank.
     pub fn new(input: &PlanInput) -> Self {
         let sizes = Sizes::new(input);
-        let bytes_of = |purpose: Purpose| {
-            let width = if purpose == Purpose::LowPrecisionParameters { LOW_WIDTH } else { F32 };
-            (purpose, width * sizes.elements(purpose, input))
-        };
+        let bytes_of = |purpose: Purpose| (purpose, sizes.bytes(purpose, input));
         Self { bytes: Purpose::ALL.into_iter().map(bytes_of).collect(), sent: sizes.sent(input) }
     }
 
@@ -319,8 +349,9 @@ struct Sizes {
     gathered_units: u64,
     /// Whether each unit's part is gathered.
     gathers: Vec<[bool; KINDS]>,
-    /// The largest shard of parameters, and of gradients, that rests elsewhere.
+    /// The largest shard of parameters, and of gradients, that rests elsewhere; and of parameters, in bytes, as it travels.
     staged_params: u64,
+    staged_bytes: u64,
     staged_gradient: u64,
     /// Of the root, padding included.
     root: [u64; KINDS],
@@ -328,6 +359,8 @@ struct Sizes {
     units: [u64; KINDS],
     /// Of the largest unit, padding included.
     largest: [u64; KINDS],
+    /// Bytes, not elements, of what a rank keeps, as it travels.
+    kept: [u64; KINDS],
 }
 
 fn sum(kinds: impl IntoIterator<Item = usize>, of: &[u64; KINDS]) -> u64 {
@@ -360,11 +393,17 @@ impl Sizes {
         for (kind, (numel, placement)) in unit.parts().into_iter().zip(placed).enumerate() {
             let (shard, padded) = (numel.div_ceil(w) as u64, (numel.div_ceil(w) * w) as u64);
             let kept = if input.strategy.is_sharded() { shard } else { numel as u64 };
+            let travel = input.travel(kind);
             if placement.parameters {
-                let from_peers = input.gathers_from_peers();
-                self.staged_params = self.staged_params.max(u64::from(from_peers) * shard);
+                let from_peers = u64::from(input.gathers_from_peers());
+                self.staged_params = self.staged_params.max(from_peers * shard);
+                if !travel.is_exact() {
+                    let bytes = travel.bytes(shard as usize) as u64;
+                    self.staged_bytes = self.staged_bytes.max(from_peers * bytes);
+                }
             } else {
                 self.params_here[kind] += kept;
+                self.kept[kind] += travel.bytes(kept as usize) as u64;
             }
             if placement.optimizer {
                 self.staged_gradient = self.staged_gradient.max(shard);
@@ -382,9 +421,26 @@ impl Sizes {
         }
     }
 
+    fn bytes(&self, purpose: Purpose, input: &PlanInput) -> u64 {
+        let resting = (0..KINDS).filter(|kind| input.rests_quantised(*kind));
+        match purpose {
+            Purpose::Parameters => F32 * self.elements(purpose, input) + sum(resting, &self.kept),
+            Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
+                let derived = |kind: &usize| !input.rests_quantised(*kind) && !input.travel(*kind).is_exact();
+                sum((0..KINDS).filter(derived), &self.kept)
+            }
+            Purpose::HierarchyRelay => self.relay_bytes(input),
+            Purpose::SecondaryParameters => secondary_bytes(input),
+            Purpose::StagedParameters => STAGES * (F32 * self.staged_params + self.staged_bytes),
+            _ => F32 * self.elements(purpose, input),
+        }
+    }
+
     fn elements(&self, purpose: Purpose, input: &PlanInput) -> u64 {
         match purpose {
-            Purpose::Parameters => sum(0..KINDS, &self.params_here),
+            Purpose::Parameters => {
+                sum((0..KINDS).filter(|kind| !input.rests_quantised(*kind)), &self.params_here)
+            }
             Purpose::OptimizerState => match input.optimizer.statistics {
                 PlannedStatistics::PerElement(states) => sum(TRAINED, &self.state_here) * states as u64,
                 PlannedStatistics::Elements(numel) => numel as u64,
@@ -403,16 +459,10 @@ impl Sizes {
             Purpose::RootGradient => sum(TRAINED, &self.root),
             Purpose::UnitGradient if input.unsharded_accumulation => sum(TRAINED, &self.units),
             Purpose::UnitGradient => sum(TRAINED, &self.largest),
-            Purpose::LowPrecisionParameters if input.gathers_from_peers() => {
-                sum((0..KINDS).filter(|kind| input.is_low(*kind)), &self.params_here)
-            }
             Purpose::LowPrecisionParameters => 0,
             Purpose::ReplicaSum => {
                 let across = input.replicas() > 1 && input.strategy.is_hybrid();
                 u64::from(across) * self.largest_part(input)
-            }
-            Purpose::HierarchyRelay => {
-                input.node().map_or(0, |_| input.groups().1 * self.largest_part(input))
             }
             Purpose::TierBuffers => {
                 let Offload { parameters, optimizer, buffer_count, buffer_numel, .. } = input.offload;
@@ -420,9 +470,10 @@ impl Sizes {
                 let pools = pools.filter(|tier| [parameters, optimizer].contains(tier)).count();
                 (pools * buffer_count * buffer_numel) as u64
             }
-            Purpose::StagedParameters => STAGES * self.staged_params,
             Purpose::StagedGradient => self.staged_gradient,
             Purpose::ReloadedState => input.optimizer.reloaded as u64,
+            // Counted in bytes.
+            Purpose::HierarchyRelay | Purpose::SecondaryParameters | Purpose::StagedParameters => 0,
         }
     }
 
@@ -442,30 +493,58 @@ impl Sizes {
         self.largest[kind] * input.gather.slots(&sizes, &has, input.schedule.rounds()) as u64
     }
 
-    fn sent(&self, input: &PlanInput) -> Traffic {
-        let rounds = input.schedule.rounds() as u64;
-        let sharded = input.strategy.is_sharded();
-        let gathered = |kind: usize| {
-            let passes = rounds * (1 + u64::from(input.strategy.reshards_after_forward()));
-            let width =
-                if LOW.contains(&kind) { LOW_WIDTH } else { input.precision.param_dtype.bytes() as u64 };
-            width * (self.root[kind] + passes * self.units[kind])
+    /// What passes through nodes: sums on their way out of one, and parts that are not kept on their way into it.
+    fn relay_bytes(&self, input: &PlanInput) -> u64 {
+        if input.node().is_none() {
+            return 0;
+        }
+        let nodes = input.groups().1;
+        let sums = F32 * self.largest_part(input);
+        let gathered = if !input.strategy.is_sharded() {
+            sums
+        } else if input.keeps_secondary() {
+            0
+        } else {
+            input.parts().map(|part| part.bytes).max().unwrap_or(0)
         };
-        let gathered: u64 = if sharded { (0..KINDS).map(gathered).sum() } else { 0 };
+        nodes * (sums + gathered)
+    }
+
+    fn sent(&self, input: &PlanInput) -> Traffic {
         let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
-        // Without sharding the summed gradient is gathered once, for every rank to update all parameters.
-        let summed = u64::from(!sharded) * once * F32;
         let reduced = reduce_traffic(once * input.precision.reduce_dtype.bytes() as u64, once * F32, input);
-        gather_traffic(gathered + summed, input) + reduced * input.reductions() as u64
+        let mut sent = reduced * input.reductions() as u64;
+        if input.strategy.is_sharded() {
+            let passes =
+                input.schedule.rounds() as u64 * (1 + u64::from(input.strategy.reshards_after_forward()));
+            for part in input.parts() {
+                let gathers = if part.is_root { 1 } else { passes };
+                let fills = if input.keeps_secondary() { 1 } else { gathers };
+                sent += gather_traffic(part.bytes, (gathers, fills), input);
+            }
+        } else {
+            // The summed gradient is gathered once, for every rank to update all parameters.
+            sent += gather_traffic(once * F32 / input.shard_group as u64, (1, 1), input);
+        }
+        sent
     }
 }
 
-/// What a rank sends when `bytes`, of all ranks that share the model together, are gathered from it and its peers.
-fn gather_traffic(bytes: u64, input: &PlanInput) -> Traffic {
-    let (sharers, near) = (input.shard_group as u64, input.groups().0);
-    // Every padded size is a multiple of the number of sharers.
-    let part = bytes / sharers;
-    Traffic { inside: (near - 1) * part, across: (sharers - near) * part }
+/// hpZ: of every flat parameter, the parts of as many ranks as there are nodes.
+fn secondary_bytes(input: &PlanInput) -> u64 {
+    let parts = input.parts().map(|part| part.bytes).sum::<u64>();
+    u64::from(input.keeps_secondary()) * input.groups().1 * parts
+}
+
+/// What a rank sends when it and its peers gather parts of `part` bytes so many times, of which some fill the nodes.
+fn gather_traffic(part: u64, (gathers, fills): (u64, u64), input: &PlanInput) -> Traffic {
+    let (near, groups) = input.groups();
+    match input.node() {
+        Some(_) => {
+            Traffic { inside: gathers * (near - 1) * groups * part, across: fills * (groups - 1) * part }
+        }
+        None => Traffic { inside: gathers * (input.shard_group as u64 - 1) * part, across: 0 },
+    }
 }
 
 /// What a rank sends when full gradients are summed: of `bytes` inside the groups, and of sums of `sum_bytes` across them.

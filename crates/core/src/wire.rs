@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::error::PlanError;
+use crate::precision::Precision;
 
 /// Elements that share one scale.
 pub const QUANTISATION_BLOCK: usize = 256;
@@ -58,6 +59,30 @@ impl Quantization {
 impl fmt::Display for Quantization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// How the elements of a flat parameter travel to a computation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Travel {
+    /// The type that they are rounded to first.
+    pub precision: Precision,
+    /// What they are quantised to after that.
+    pub quantised: Option<Quantization>,
+}
+
+impl Travel {
+    /// As they are.
+    pub const F32: Travel = Travel { precision: Precision::F32, quantised: None };
+
+    /// Whether they arrive as they are.
+    pub fn is_exact(self) -> bool {
+        self == Self::F32
+    }
+
+    /// Bytes of `numel` elements on their way. A multiple of the bytes of one element, or of an f32 when quantised.
+    pub fn bytes(self, numel: usize) -> usize {
+        self.quantised.map_or(numel * self.precision.bytes(), |how| how.bytes(numel))
     }
 }
 
@@ -132,6 +157,19 @@ impl WireConfig {
             )));
         }
         Ok(self.node_size.or(secondary).filter(|size| *size < ranks))
+    }
+
+    /// Whether parameters rest in int8.
+    pub fn rests_quantised(&self, trainable: bool) -> bool {
+        self.frozen_weights && !trainable
+    }
+
+    /// How parameters travel that are rounded to `precision` for the computation. Those that rest in int8 travel so.
+    pub fn travel(&self, precision: Precision, trainable: bool) -> Travel {
+        if self.rests_quantised(trainable) {
+            return Travel { precision: Precision::F32, quantised: Some(Quantization::Int8) };
+        }
+        Travel { precision, quantised: self.weights }
     }
 
     /// Whether a second copy of the parameters is kept.

@@ -16,8 +16,11 @@ impl Engine {
     /// Lets `edit` change some of the owned parameters of a unit's part, to initialise or load them: those at `range` of
     /// the elements [`FlatParamHandle::owned`]. Returns what `edit` does.
     ///
+    /// Frozen ones that rest in int8 are quantised after that.
+    ///
     /// # Errors
-    /// In the middle of a step, and when a peer is lost or late.
+    /// In the middle of a step, when a peer is lost or late, and when a frozen parameter that rests in int8 is given a number
+    /// that is NaN or infinite: it then keeps its values.
     ///
     /// # Panics
     /// When there is no such part, or it has no such elements.
@@ -35,6 +38,9 @@ impl Engine {
         if let (Some(section), Some(swap)) = (handle.away.params, self.swap.as_mut()) {
             let edited = swap.edit_range(&section, range, edit);
             return self.comm(edited);
+        }
+        if handle.rests() {
+            return self.edit_resting(Place { unit, part }, range, edit);
         }
         let (start, owned) = (handle.span().start, handle.owned().len());
         let params = self.params.writable().map_err(|source| EngineError::Comm { rank, source })?;

@@ -15,6 +15,7 @@ use crate::error::EngineError;
 use crate::events::EventLog;
 use crate::handle::{FlatParamHandle, HandleConfig};
 use crate::hierarchy::Groups;
+use crate::hops::Hops;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::optimizer::ParamGroups;
@@ -86,6 +87,7 @@ impl Engine {
         let handle_config = HandleConfig {
             strategy: config.strategy,
             precision: config.precision,
+            wire: config.wire,
             average: config.ema_decay.is_some(),
             world: group.size(),
             summed,
@@ -134,6 +136,7 @@ impl Engine {
             version: 0,
             gathers_masters: false,
             across: None,
+            hops: None,
             scaler: LossScaler::new(config.loss_scale),
             updates: 0,
             skips: 0,
@@ -172,17 +175,18 @@ impl Engine {
 
     /// Allocates what some configurations need besides parameters and statistics.
     fn allocate_derived(&mut self, node: Option<ProcessGroup>, across: Option<ProcessGroup>) -> Result<()> {
-        if self.config.strategy.is_sharded() && self.shards.size() > 1 {
-            let mut numel = 0;
-            for handle in self.units.handles_mut().filter(|handle| handle.has_low_copy()) {
-                handle.low_start = numel;
-                numel += handle.span().len();
-            }
-            if numel > 0 {
-                let bytes = numel * size_of::<u16>();
-                self.low = Some(self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?);
-                self.ledger.add_bytes(Purpose::LowPrecisionParameters, bytes);
-            }
+        let (mut bytes, mut derived) = (0, 0);
+        for handle in self.units.handles_mut().filter(|handle| handle.has_low_copy() || handle.rests()) {
+            handle.low_start = bytes;
+            bytes = handle.encoded_range().end;
+            derived += if handle.rests() { 0 } else { handle.encoded_range().len() };
+        }
+        if bytes > 0 {
+            let mut low = self.comm(self.group.allocate(bytes.div_ceil(size_of::<f32>())))?;
+            // What rests in it begins as zeros.
+            self.comm(low.writable().map(|low| low.fill(0.0)))?;
+            self.low = Some(low);
+            self.ledger.add_bytes(Purpose::LowPrecisionParameters, derived);
         }
         if let Some(across) = across {
             let parts = self.units.handles().filter(|h| h.is_trainable());
@@ -193,16 +197,22 @@ impl Engine {
             };
             self.across = Some(self.comm(across)?);
         }
+        if let Some(node) = node {
+            let (groups, keeps) = ((self.shards.clone(), node), self.config.wire.keeps_secondary());
+            let hops = Hops::new(groups, self.units.handles(), keeps, &mut self.ledger);
+            self.hops = Some(self.comm(hops)?);
+        }
         Ok(())
     }
 
     fn zero_params(&mut self) -> Result<()> {
         for Place { unit, part } in self.units.places() {
-            if self.units[Place { unit, part }].away.params.is_some() {
-                // What rests elsewhere is zero until it is written.
+            let handle = &self.units[Place { unit, part }];
+            let owned = handle.owned().len();
+            if handle.rests() || handle.away.params.is_some() {
+                // Zero already.
                 continue;
             }
-            let owned = self.units[Place { unit, part }].owned().len();
             self.edit_owned(unit, part, 0..owned, |params| params.fill(0.0))?;
         }
         Ok(())

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
+use shardwise_comm::quantise::QuantisationError;
 use shardwise_comm::{CommError, Loan, PendingReduce, ProcessGroup, SharedBuffer};
 use shardwise_core::{BackwardPrefetch, GatherPolicy, RoundAssignment, StepSchedule, Traffic, max_partials};
 
@@ -18,6 +19,7 @@ use crate::coordinator::Coordinator;
 use crate::error::EngineError;
 use crate::events::{Event, EventKind, EventLog};
 use crate::handle::FlatParamHandle;
+use crate::hops::Hops;
 use crate::in_backward::InBackward;
 use crate::ledger::Ledger;
 use crate::norm::clip_coefficient;
@@ -60,6 +62,8 @@ pub struct Engine {
     pub(crate) shards: ProcessGroup,
     /// The second hop of reductions, over the groups of a hybrid layout or over nodes.
     pub(crate) across: Option<Across>,
+    /// With nodes, the way of parameters through them.
+    pub(crate) hops: Option<Hops>,
     /// All ranks, with an order of operations of its own for reductions: ranks may use different units.
     pub(crate) reductions: ProcessGroup,
     pub(crate) config: EngineConfig,
@@ -67,14 +71,14 @@ pub struct Engine {
     pub(crate) params: SharedBuffer,
     /// Raised with every change of the parameters, for copies derived from them.
     pub(crate) version: u64,
-    /// The parameters as they travel, if that is not as they rest, and their version.
+    /// The parameters as they travel, those that do not travel in f32 or rest so, and the version of the former.
     pub(crate) low: Option<SharedBuffer>,
     pub(crate) low_version: Option<u64>,
     /// Whether the gathers under way are of the masters, whatever else travels.
     pub(crate) gathers_masters: bool,
     /// While units are gathered: the right to read the peers' parameters.
     pub(crate) loan: Option<Loan>,
-    /// The same for those that travel rounded.
+    /// The same for those that travel encoded.
     pub(crate) low_loan: Option<Loan>,
     /// Flat parameters whose reductions are under way, in the order in which they were started.
     pub(crate) reducing: VecDeque<Place>,
@@ -472,8 +476,16 @@ impl Engine {
             bytes_sent: self.sent.total(),
             bytes_sent_across: self.sent.across,
             update_bytes_sent: self.whole.bytes_sent,
+            weight_error: self.weight_error(),
             gathered_bytes_peak: self.gathered_bytes_peak,
         })
+    }
+
+    /// What quantisation has taken from this rank's parameters in the step.
+    fn weight_error(&self) -> f64 {
+        let mut all = QuantisationError::default();
+        self.units.handles().for_each(|handle| all.merge(handle.encoded.error));
+        all.relative()
     }
 
     pub(crate) fn note(&mut self, unit: UnitId, kind: EventKind) {

@@ -104,6 +104,24 @@ pub enum EngineError {
         /// What happened.
         source: TierError,
     },
+    /// A frozen parameter that rests in int8 was given a number that has no place there.
+    #[error(
+        "rank {rank}: element {index} of the frozen parameter `{path}` of unit `{unit}` would be {value}, and frozen \
+         parameters rest in int8, which holds finite numbers only; correct the value, or set quantized_nontrainable_weights to \
+         false"
+    )]
+    FrozenNotFinite {
+        /// The rank that owns the element.
+        rank: usize,
+        /// The unit.
+        unit: String,
+        /// The parameter.
+        path: String,
+        /// The element, row-major.
+        index: usize,
+        /// What was given.
+        value: f32,
+    },
     /// The caller passed something impossible.
     #[error("{0}")]
     Usage(String),

@@ -8,17 +8,22 @@ mod gradient;
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_comm::codec::round;
+use shardwise_comm::quantise::{Key, QuantisationError};
 use shardwise_comm::{CommError, HostBuffer, Loan, PendingReduce, ProcessGroup, SharedBuffer};
-use shardwise_core::{FlatLayout, MixedPrecision, Placement, Precision, Purpose, ShardingStrategy, Traffic};
+use shardwise_core::{
+    FlatLayout, MixedPrecision, Placement, Purpose, Rounding, ShardingStrategy, Traffic, Travel, WireConfig,
+    seed_for,
+};
 
 use crate::ledger::Ledger;
 use crate::optimizer::ParamRule;
 use crate::optimizer::state::{Kept, UpdateState};
 use crate::partial::PartialSums;
 use crate::pool::PartKind;
+use crate::rest::Resting;
 use crate::swap::parts::Away;
 use crate::view::FlatView;
+use crate::wire::{self, Encoded};
 
 /// Where the full parameters are.
 #[derive(Debug)]
@@ -67,8 +72,16 @@ pub(crate) enum GradientState {
 pub struct FlatParamHandle {
     pub(crate) layout: FlatLayout,
     pub(crate) precision: MixedPrecision,
-    /// Where the owned elements lie among those that travel in less than f32, if they do.
+    /// How the parameters travel to a computation.
+    travel: Travel,
+    /// Whether stochastic rounding applies to them.
+    by_chance: bool,
+    /// What rests in int8: the owned elements have no f32.
+    pub(crate) resting: Option<Resting>,
+    /// The byte at which the owned elements begin among those that are encoded, if they are.
     pub(crate) low_start: usize,
+    /// What they have lost in the last encoding, if this rank has made it.
+    pub(crate) encoded: Encoded,
     /// Ranks that read this rank's part of a gather.
     readers: usize,
     /// The ranks whose full gradients this one sums, of all: its node, its group of a hybrid layout, or all of them.
@@ -107,6 +120,7 @@ pub struct FlatParamHandle {
 pub(crate) struct HandleConfig {
     pub(crate) strategy: ShardingStrategy,
     pub(crate) precision: MixedPrecision,
+    pub(crate) wire: WireConfig,
     /// Whether the average of the parameters is kept.
     pub(crate) average: bool,
     /// All ranks.
@@ -124,13 +138,17 @@ pub(crate) enum GatherFrom<'a> {
     Peers {
         /// What they lend.
         loan: &'a Loan,
-        /// Where this flat parameter lies in it.
+        /// The byte at which this flat parameter begins in it.
         start: usize,
-        /// In which type.
-        precision: Precision,
+        /// How it is encoded.
+        travel: Travel,
+        /// The same of the f32 that was encoded, if it is lent.
+        masters: Option<(&'a Loan, usize)>,
     },
-    /// This rank has all of them, to be rounded.
-    Own(&'a [f32], Precision),
+    /// This rank has all of them; they arrive as if they had travelled.
+    Own(&'a [f32], Travel, Option<Key>),
+    /// This rank has all of them, encoded.
+    OwnEncoded(&'a [u8], Travel),
     /// Nobody lends any more, after a failure.
     Nowhere,
 }
@@ -160,9 +178,15 @@ impl FlatParamHandle {
         let numel = kept_numel(&layout, group.size(), config.strategy);
         let owned = if whole { 0..layout.numel() } else { shard.clone() };
         let away = config.placement;
-        // What rests elsewhere has no room among the parameters in memory.
-        let room = if away.parameters { 0 } else { numel };
-        ledger.add(Purpose::Parameters, room);
+        let param_dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
+        let travel = config.wire.travel(param_dtype, layout.requires_grad());
+        let rests = config.wire.rests_quantised(layout.requires_grad());
+        // What rests elsewhere, or as it travels, has no room among the others.
+        let room = if rests || away.parameters { 0 } else { numel };
+        ledger.add_bytes(
+            Purpose::Parameters,
+            if rests { travel.bytes(numel) } else { room * size_of::<f32>() },
+        );
         let kept = Kept { owned: owned.clone(), shard: shard.clone(), whole, away: away.optimizer };
         let state_of_update = UpdateState::new(&layout, &kept, rules, ledger)?;
         let average = if config.average && layout.requires_grad() && !away.optimizer {
@@ -172,13 +196,16 @@ impl FlatParamHandle {
             None
         };
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
-        let param_dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
-        let resident = whole && !param_dtype.is_low() && !away.parameters;
+        let resident = whole && travel.is_exact() && !away.parameters;
         let state = if resident { ParamState::Resident } else { ParamState::Sharded };
         Ok(Self {
             layout,
             precision: MixedPrecision { param_dtype, ..config.precision },
+            travel,
+            by_chance: config.wire.rounding == Rounding::Stochastic && !rests,
+            resting: rests.then(Resting::default),
             low_start: 0,
+            encoded: Encoded::default(),
             readers: if whole { 0 } else { group.size() - 1 },
             summed: config.summed.clone(),
             groups: config.world / config.summed.len(),
@@ -215,14 +242,30 @@ impl FlatParamHandle {
         self.owned.clone()
     }
 
-    /// The type in which the parameters travel to a computation.
-    pub(crate) fn param_dtype(&self) -> Precision {
-        self.precision.param_dtype
+    /// How the parameters travel to a computation.
+    pub(crate) fn travel(&self) -> Travel {
+        self.travel
     }
 
-    /// Whether a rounded copy of the owned elements is kept in memory.
+    /// Whether a copy of the owned elements is kept as they travel, beside themselves.
     pub(crate) fn has_low_copy(&self) -> bool {
-        self.param_dtype().is_low() && self.away.params.is_none()
+        !self.is_whole() && !self.rests() && !self.placement.parameters && !self.travel.is_exact()
+    }
+
+    /// Elements that this rank keeps, padding included.
+    pub(crate) fn kept_numel(&self) -> usize {
+        if self.is_whole() { self.layout.numel() } else { self.layout.shard_numel() }
+    }
+
+    /// The owned elements' bytes among those that are encoded.
+    pub(crate) fn encoded_range(&self) -> Range<usize> {
+        self.low_start..self.low_start + self.travel.bytes(self.kept_numel())
+    }
+
+    /// What stochastic rounding depends on, after so many updates: the same for every rank.
+    pub(crate) fn rounding_key(&self, updates: u64) -> Option<Key> {
+        let name = self.layout.params().first().map_or(self.name(), |param| &param.path);
+        self.by_chance.then(|| Key { seed: seed_for(updates, name), first: self.owned.start as u64 })
     }
 
     /// Which pools its buffers come from: flat parameters of a unit that differ in this are gathered at the same time.
@@ -307,28 +350,63 @@ impl FlatParamHandle {
     }
 
     /// Fills the buffer of a gather, waiting for peers. After a failure it holds zeros, so that the computation it was meant
-    /// for can run to its end.
-    pub(crate) fn fill(&self, buffer: &mut HostBuffer, from: GatherFrom<'_>) -> Result<(), CommError> {
+    /// for can run to its end. Returns what this rank has lost by quantising, if it has not before.
+    pub(crate) fn fill(
+        &self,
+        buffer: &mut HostBuffer,
+        from: GatherFrom<'_>,
+    ) -> Result<Option<QuantisationError>, CommError> {
         let dest = &mut buffer.as_mut_slice()[..self.layout.padded_numel()];
+        let numel = self.layout.numel();
         let result = match from {
-            GatherFrom::Peers { loan, start, precision } => {
-                loan.gather(start..start + self.layout.shard_numel(), dest, precision)
+            GatherFrom::Peers { loan, start, travel, masters } => {
+                self.fill_from_peers(dest, (loan, start), travel, masters).map(|()| None)
             }
-            GatherFrom::Own(params, precision) => {
+            GatherFrom::Own(params, travel, key) => {
                 let dest = &mut dest[..params.len()];
                 dest.copy_from_slice(params);
-                round(dest, precision);
-                return Ok(());
+                Ok(Some(wire::arrive(travel, dest, key)))
+            }
+            GatherFrom::OwnEncoded(bytes, travel) => {
+                let decoded = wire::decode(travel, bytes, &mut dest[..numel], None);
+                decoded.map(|()| None).map_err(|raw| CommError::undecodable(self.name(), &raw))
             }
             GatherFrom::Nowhere => {
                 dest.fill(0.0);
-                return Ok(());
+                Ok(None)
             }
         };
-        if result.is_err() {
-            dest.fill(0.0);
+        match &result {
+            Err(_) => dest.fill(0.0),
+            // Zeros travel in the place of padding.
+            Ok(_) if cfg!(debug_assertions) => dest[numel..].fill(f32::NAN),
+            Ok(_) => {}
         }
         result
+    }
+
+    pub(crate) fn fill_from_peers(
+        &self,
+        dest: &mut [f32],
+        (loan, start): (&Loan, usize),
+        travel: Travel,
+        masters: Option<(&Loan, usize)>,
+    ) -> Result<(), CommError> {
+        let numel = self.layout.shard_numel();
+        for peer in loan.peers() {
+            let part = &mut dest[peer * numel..(peer + 1) * numel];
+            let window = loan.window(peer, start..start + travel.bytes(numel))?;
+            let raw = match masters {
+                Some((masters, start)) if wire::needs_raw(travel, window.bytes(), numel) => {
+                    Some(masters.window(peer, start..start + size_of_val(part))?)
+                }
+                _ => None,
+            };
+            let raw = raw.as_ref().map(|raw| bytemuck::cast_slice(raw.bytes()));
+            wire::decode(travel, window.bytes(), part, raw)
+                .map_err(|raw| CommError::undecodable(self.name(), &raw))?;
+        }
+        Ok(())
     }
 
     /// Lets the full parameters in `buffer` be seen.
@@ -356,12 +434,13 @@ impl FlatParamHandle {
         }
     }
 
-    /// Bytes that this rank sends in one gather: its part, to each peer.
-    pub(crate) fn gather_traffic(&self, precision: Precision) -> Traffic {
+    /// Bytes that this rank sends in one gather: its part, to each peer, and the f32 of what could not be quantised.
+    pub(crate) fn gather_traffic(&self, travel: Travel) -> Traffic {
         if self.is_whole() {
             return Traffic::default();
         }
-        self.to_readers(self.layout.shard_numel() * precision.bytes())
+        let raw = if travel.quantised.is_some() { self.encoded.raw * size_of::<f32>() } else { 0 };
+        self.to_readers(travel.bytes(self.layout.shard_numel()) + raw)
     }
 
     /// The bytes of this rank's part, to each rank that shares the model: those of other nodes are across.

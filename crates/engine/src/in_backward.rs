@@ -96,6 +96,10 @@ impl EngineConfig {
                 "no_shard gathers gradients to update all parameters: choose a strategy that shards them",
             ),
             (
+                sharers > 1 && self.wire.weights.is_some(),
+                "peers read in f32, for the whole step, what cannot be quantised: leave quantized_weights out",
+            ),
+            (
                 sharers > 1 && !self.precision.param_dtype.is_low(),
                 "peers read parameters in place for the whole step when they travel in f32: set param_dtype to bf16 or f16",
             ),

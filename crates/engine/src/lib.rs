@@ -24,6 +24,7 @@ pub mod error;
 pub mod events;
 pub mod handle;
 mod hierarchy;
+mod hops;
 mod in_backward;
 pub mod ledger;
 pub mod lr;
@@ -33,6 +34,7 @@ mod partial;
 pub mod pass;
 mod pool;
 mod reduce;
+mod rest;
 pub mod scale;
 mod swap;
 mod trouble;
@@ -40,6 +42,7 @@ mod unit;
 mod unshard;
 pub mod view;
 mod whole;
+mod wire;
 
 pub use config::{
     Accumulation, Divisor, EngineConfig, MAX_SKIPS, NonFinite, NonFiniteElement, StepReport, UnitId,

@@ -354,9 +354,19 @@ impl Engine {
         let numel = self.units[at].layout().padded_numel();
         let pool = self.pools.gradient(at.unit.is_root(), self.units[at].kind());
         let taken = pool.take(numel, &mut self.ledger, |numel| self.group.allocate(numel));
-        let dest = self.comm(taken)?;
+        let mut dest = self.comm(taken)?;
         if self.units[at].sum.is_none() {
             self.stage_gradient(at, false)?;
+        }
+        if self.hops.is_some() {
+            let staged = self.units[at].sum.is_none();
+            let sum = if staged { self.workroom.stage.take() } else { self.units[at].sum.take() };
+            let gathered = match &sum {
+                Some(sum) => self.gather_sum_in_hops(at, sum, &mut dest),
+                None => Ok(()),
+            };
+            *(if staged { &mut self.workroom.stage } else { &mut self.units[at].sum }) = sum;
+            return gathered.map(|()| dest);
         }
         let handle = &self.units[at];
         let sum = handle.sum.as_ref().or(self.workroom.stage.as_ref());

@@ -55,6 +55,11 @@ impl Units {
         (0..self.0.len()).flat_map(parts).collect()
     }
 
+    /// The index of a flat parameter among all, in the order of collectives.
+    pub(crate) fn index_of(&self, at: Place) -> usize {
+        self.0[..at.unit.index()].iter().map(|unit| unit.parts.len()).sum::<usize>() + at.part
+    }
+
     /// Begins a step in which no unit is complete.
     pub(crate) fn begin_step(&mut self) {
         self.0.iter_mut().for_each(|unit| unit.complete = false);

@@ -1,8 +1,7 @@
 //! Gathering and freeing of units: the part of the engine that moves parameters.
 
 use shardwise_comm::HostBuffer;
-use shardwise_comm::codec::encode_packed;
-use shardwise_core::{BackwardPrefetch, Precision};
+use shardwise_core::{BackwardPrefetch, Travel};
 
 use crate::Result;
 use crate::config::UnitId;
@@ -11,6 +10,7 @@ use crate::error::EngineError;
 use crate::events::EventKind;
 use crate::handle::{FlatParamHandle, GatherFrom};
 use crate::unit::Place;
+use crate::wire;
 
 impl Engine {
     /// The places of one unit's flat parameters.
@@ -19,37 +19,51 @@ impl Engine {
     }
 
     /// Lets the peers read this rank's parameters, and this rank theirs, until [`Engine::end_loan`]: the masters when `full`
-    /// says so, otherwise as they are rounded for the computation.
+    /// says so, otherwise as they travel to the computation; those that rest encoded as they rest.
     pub(crate) fn begin_loan(&mut self, full: bool) -> Result<()> {
         self.gathers_masters = full;
         if !self.config.strategy.is_sharded() || self.shards.size() == 1 {
             return Ok(());
         }
-        let lends_masters = |handle: &FlatParamHandle| full || !handle.param_dtype().is_low();
-        if self.units.handles().any(|handle| handle.away.params.is_none() && lends_masters(handle)) {
+        if self.is_in_hops() {
+            // Nothing is lent for long: each gather lends what it needs.
+            return self.encode_params();
+        }
+        // What cannot be quantised is read as f32.
+        let reads_masters = |h: &FlatParamHandle| {
+            let exact = full || h.travel().is_exact() || h.travel().quantised.is_some();
+            !h.rests() && h.away.params.is_none() && exact
+        };
+        let reads_encoded = |h: &FlatParamHandle| h.rests() || !full && h.has_low_copy();
+        let read = |reads: &dyn Fn(&FlatParamHandle) -> bool| self.units.handles().any(reads);
+        let (masters, encoded) = (read(&reads_masters), read(&reads_encoded));
+        if masters {
             let bytes = self.params.numel() * size_of::<f32>();
             self.loan = Some(self.comm(self.shards.lend("parameters", &self.params, bytes))?);
         }
         if !full {
-            self.round_params()?;
-            if let Some(low) = &self.low {
-                let bytes = low.numel() * size_of::<f32>();
-                self.low_loan = Some(self.comm(self.shards.lend("parameters", low, bytes))?);
-            }
+            self.encode_params()?;
+        }
+        if let Some(low) = self.low.as_ref().filter(|_| encoded) {
+            let bytes = low.numel() * size_of::<f32>();
+            self.low_loan = Some(self.comm(self.shards.lend("parameters", low, bytes))?);
         }
         Ok(())
     }
 
-    /// Brings the rounded parameters up to the masters' version.
-    fn round_params(&mut self) -> Result<()> {
+    /// Brings the parameters as they travel up to the masters' version.
+    fn encode_params(&mut self) -> Result<()> {
         let Some(low) = self.low.as_mut().filter(|_| self.low_version != Some(self.version)) else {
             return Ok(());
         };
         let rank = self.group.rank();
         let low = low.writable().map_err(|source| EngineError::Comm { rank, source })?;
-        for handle in self.units.handles().filter(|handle| handle.has_low_copy()) {
-            let masters = &self.params.as_slice()[handle.span()];
-            encode_packed(masters, low, handle.low_start, handle.param_dtype());
+        let low = bytemuck::cast_slice_mut::<f32, u8>(low);
+        for handle in self.units.handles_mut().filter(|handle| handle.has_low_copy()) {
+            let (start, owned) = (handle.span().start, handle.owned().len());
+            let masters = (&self.params.as_slice()[start..start + owned], handle.kept_numel());
+            let (room, key) = (handle.encoded_range(), handle.rounding_key(self.updates));
+            handle.encoded = wire::encode(handle.travel(), masters, &mut low[room], key);
         }
         self.low_version = Some(self.version);
         Ok(())
@@ -61,22 +75,34 @@ impl Engine {
         }
     }
 
-    /// The type in which a flat parameter is gathered now.
-    pub(crate) fn gather_precision(&self, at: Place) -> Precision {
-        if self.gathers_masters { Precision::F32 } else { self.units[at].param_dtype() }
+    /// How a flat parameter is gathered now.
+    pub(crate) fn gather_travel(&self, at: Place) -> Travel {
+        let handle = &self.units[at];
+        if self.gathers_masters && !handle.rests() { Travel::F32 } else { handle.travel() }
     }
 
     /// Where a flat parameter is gathered from now.
     fn gather_from(&self, at: Place) -> GatherFrom<'_> {
-        let (handle, precision) = (&self.units[at], self.gather_precision(at));
-        let (loan, start) = if precision.is_low() {
-            (&self.low_loan, handle.low_start)
-        } else {
-            (&self.loan, handle.span().start)
-        };
-        match loan {
-            _ if handle.is_whole() => GatherFrom::Own(&self.params.as_slice()[handle.span()], precision),
-            Some(loan) => GatherFrom::Peers { loan, start, precision },
+        let (handle, travel) = (&self.units[at], self.gather_travel(at));
+        let masters = self.loan.as_ref().map(|loan| (loan, handle.span().start * size_of::<f32>()));
+        if handle.is_whole() {
+            return match &self.low {
+                Some(low) if handle.rests() => {
+                    let bytes = &bytemuck::cast_slice::<f32, u8>(low.as_slice())[handle.encoded_range()];
+                    GatherFrom::OwnEncoded(bytes, travel)
+                }
+                _ => {
+                    let key = handle.rounding_key(self.updates);
+                    GatherFrom::Own(&self.params.as_slice()[handle.span()], travel, key)
+                }
+            };
+        }
+        let encoded = self.low_loan.as_ref().map(|loan| (loan, handle.low_start));
+        match if travel.is_exact() { masters } else { encoded } {
+            Some((loan, start)) => {
+                let masters = masters.filter(|_| travel.quantised.is_some() && !handle.rests());
+                GatherFrom::Peers { loan, start, travel, masters }
+            }
             None => GatherFrom::Nowhere,
         }
     }
@@ -91,11 +117,15 @@ impl Engine {
         }
         let numel = self.units[at].layout().padded_numel();
         let dest = self.gather_buffer(at, numel)?;
-        let precision = self.gather_precision(at);
+        let travel = self.gather_travel(at);
+        // A gather in two hops is posted when it is used, and counts what it sends itself.
+        let in_hops = self.gathers_in_hops(at);
         let handle = &mut self.units[at];
         handle.start_unshard(dest);
         let ahead = handle.away.params;
-        self.sent += handle.gather_traffic(precision);
+        if !in_hops && ahead.is_none() {
+            self.sent += handle.gather_traffic(travel);
+        }
         self.gathered_bytes += (numel * size_of::<f32>()) as u64;
         self.gathered_bytes_peak = self.gathered_bytes_peak.max(self.gathered_bytes);
         self.note(at.unit, EventKind::GatherStarted);
@@ -115,11 +145,17 @@ impl Engine {
         let mut result = Ok(());
         for at in self.parts_of(unit) {
             if let Some(mut buffer) = self.units[at].take_in_flight() {
-                let arrived = if self.units[at].away.params.is_some() {
+                let arrived = if self.gathers_in_hops(at) {
+                    self.fill_in_hops(at, &mut buffer)
+                } else if self.units[at].away.params.is_some() {
                     self.fill_from_away(at, &mut buffer)
                 } else {
                     let filled = self.units[at].fill(&mut buffer, self.gather_from(at));
-                    self.comm(filled)
+                    self.comm(filled).map(|lost| {
+                        if let Some(error) = lost {
+                            self.units[at].encoded.error = error;
+                        }
+                    })
                 };
                 self.units[at].gathered(buffer);
                 self.note(unit, EventKind::Gathered);

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::check::{STEPS, check, layouts, precision};
 use common::{ADAMW, DEADLINE, Reference, STRATEGIES, Toy, compute_step, config, full_params, train};
 use shardwise_comm::threads;
 use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};

@@ -4,9 +4,9 @@ mod common;
 
 use common::check::{check, precision};
 use common::given::{Given, Run};
-use common::{ADAFACTOR, ADAM, ADAMW, LION, MOMENTUM, SGD, Toy, config};
-use shardwise_core::{Offload, ShardingStrategy, Tier};
-use shardwise_engine::{Accumulation, EngineConfig, OptimizerConfig, ParamGroups};
+use common::{ADAFACTOR, ADAM, ADAMW, LION, MOMENTUM, SGD, Toy, config, train};
+use shardwise_core::{Offload, Quantization, Rounding, ShardingStrategy, Tier, WireConfig};
+use shardwise_engine::{Accumulation, EngineConfig, OptimizerConfig, ParamGroups, StepReport};
 
 /// Tiles of 1024 elements, so that a parameter of some thousands has several; nothing is too small to go.
 fn offload(parameters: Tier, optimizer: Tier) -> Offload {
@@ -104,6 +104,47 @@ fn optimizers_of_whole_parameters_and_their_statistics() {
                     let want = run(Offload::default());
                     for away in offloads() {
                         assert_eq!(run(away), want, "{optimizer:?}, {ranks} ranks, {strategy}, {away:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Codecs, nodes and the second copy do to what rests elsewhere what they do to what is in memory.
+#[test]
+fn with_quantised_wires_and_nodes() {
+    let [toy, _] = toys();
+    let wires = [
+        WireConfig { weights: Some(Quantization::Int8), frozen_weights: true, ..WireConfig::default() },
+        WireConfig {
+            weights: Some(Quantization::Int4),
+            rounding: Rounding::Stochastic,
+            ..WireConfig::default()
+        },
+        WireConfig { node_size: Some(2), ..WireConfig::default() },
+        WireConfig {
+            secondary_partition: Some(2),
+            weights: Some(Quantization::Int8),
+            ..WireConfig::default()
+        },
+    ];
+    for wire in wires {
+        for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+            for ranks in [1, 2, 4] {
+                let base = EngineConfig { wire, ..config(strategy, ADAMW) };
+                if wire.node(ranks).is_err() {
+                    continue;
+                }
+                let run = |offload| train(&toy, ranks, 2 * ranks, EngineConfig { offload, ..base }, 3);
+                let want = run(Offload::default());
+                for away in [offload(Tier::Host, Tier::Host), offload(Tier::Nvme, Tier::None)] {
+                    for (got, want) in run(away).iter().zip(&want) {
+                        let what = format!("{wire:?}, {strategy}, {ranks} ranks, {away:?}");
+                        assert_eq!(got.0, want.0, "{what}");
+                        let sent =
+                            |reports: &[StepReport]| reports.iter().map(|r| r.bytes_sent).collect::<Vec<_>>();
+                        assert_eq!(sent(&got.1), sent(&want.1), "{what}");
                     }
                 }
             }

@@ -5,8 +5,8 @@ mod common;
 use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, ShardingStrategy,
-    StepSchedule, Tier, UnitSize,
+    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, Quantization,
+    ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
 };
 use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
 
@@ -126,6 +126,32 @@ fn offload_in_the_plan() {
                     for optimizer in [ADAMW, ADAFACTOR, OptimizerConfig::MUON] {
                         let base = EngineConfig { ema_decay: Some(0.9), ..config(strategy, optimizer) };
                         check_plan(&toy, ranks, 3 * ranks, EngineConfig { precision, offload, ..base });
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Nodes, with and without a second copy of the parameters.
+#[test]
+fn nodes_have_their_own_formulas() {
+    use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
+    let toy = Toy { frozen: vec![vec![4, 2], vec![3]], low: vec![vec![5, 2], vec![1]], ..Toy::new(3) };
+    let both_low = MixedPrecision { reduce_dtype: Precision::Bf16, ..MixedPrecision::BF16 };
+    for (ranks, node) in [(2, 1), (4, 2), (4, 1), (6, 3), (8, 4)] {
+        for strategy in [FullShard, ShardGradOp, NoShard] {
+            for precision in [MixedPrecision::default(), both_low] {
+                for accumulation in [Accumulation::Sharded, Accumulation::Unsharded] {
+                    for secondary_partition in [None, Some(node)] {
+                        let wire = WireConfig {
+                            node_size: Some(node),
+                            secondary_partition,
+                            ..WireConfig::default()
+                        };
+                        let base = config(strategy, ADAMW);
+                        let config = EngineConfig { wire, precision, accumulation, ..base };
+                        check_plan(&toy, ranks, 2 * ranks, config);
                     }
                 }
             }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use common::{ADAMW, DEADLINE, STRATEGIES, Toy, compute_step, config, full_params, train};
 use shardwise_comm::testing::{Count, counting, delaying};
 use shardwise_comm::threads;
-use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
+use shardwise_core::{MixedPrecision, Precision, Quantization, ShardingStrategy, WireConfig};
 use shardwise_engine::{Accumulation, EngineConfig};
 
 /// What rank 0 asks of its transport in the second step.
@@ -92,6 +92,33 @@ fn narrow_wires_carry_half_the_bytes() {
         assert_eq!(of(Bf16, F32, strategy, group), (gathered / 2, reduced, across));
         assert_eq!(of(F32, Bf16, strategy, group), (gathered, reduced / 2, across));
         assert_eq!(across > 0, group.is_some());
+    }
+}
+
+/// Q1: quantised parameters carry a quarter or an eighth of the bytes, and a scale for each block; the masters that are lent
+/// along are not read. Frozen ones that rest in int8 are never anything else.
+#[test]
+fn quantised_parameters_carry_their_codes_and_scales() {
+    let shapes = vec![vec![64, 64]];
+    let toy = Toy { root: shapes.clone(), units: vec![shapes.clone(); 3], frozen: shapes, ..Toy::new(0) };
+    let gathered = |weights, frozen_weights, strategy| {
+        let wire = WireConfig { weights, frozen_weights, ..WireConfig::default() };
+        let counts = counts(&toy, 4, 1, EngineConfig { wire, ..config(strategy, ADAMW) });
+        counts[&("all_gather", "parameters".to_string())].read_bytes
+    };
+    for (strategy, passes) in [(ShardingStrategy::FullShard, 7), (ShardingStrategy::ShardGradOp, 4)] {
+        // A rank reads the parts of three peers in each gather.
+        let all = |part: usize| 3 * passes * part;
+        let (plain, int8, int4) = (1024 * 4, 1024 + 4 * 4, 512 + 4 * 4);
+        for (weights, frozen, parts) in [
+            (None, false, plain + plain),
+            (Some(Quantization::Int8), false, int8 + int8),
+            (Some(Quantization::Int4), false, int4 + int4),
+            (None, true, plain + int8),
+            (Some(Quantization::Int4), true, int4 + int8),
+        ] {
+            assert_eq!(gathered(weights, frozen, strategy), all(parts), "{weights:?} {frozen}");
+        }
     }
 }
 

@@ -215,6 +215,18 @@ impl WithSimd for ErrorOf<'_> {
     }
 }
 
+/// Codes of a block whose scale is the least there is, rounded to nearest. Rare, so it may be slow.
+pub(super) fn code_tiny(source: &[f32], codes: &mut [u8], how: Quantization) {
+    let mut block = [0u8; BLOCK];
+    for (code, x) in block.iter_mut().zip(source) {
+        *code = (x / f32::MIN_POSITIVE + ROUND).to_bits() as u8;
+    }
+    match how {
+        Quantization::Int8 => codes.copy_from_slice(&block[..codes.len()]),
+        Quantization::Int4 => pack(&block, codes),
+    }
+}
+
 #[inline(always)]
 fn key_at(key: Option<Key>, block: usize) -> Option<Key> {
     key.map(|Key { seed, first }| Key { seed, first: first.wrapping_add((block * BLOCK) as u64) })

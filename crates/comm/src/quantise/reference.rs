@@ -240,6 +240,36 @@ fn stochastic_rounding_is_fair_and_depends_on_seed_and_position_alone() {
     assert_eq!(one[BLOCK + 1..], ups(1, BLOCK as u64)[1..n - BLOCK], "position, not the cut");
 }
 
+/// Where the source is not kept, numbers too small for a scale have the least one; they keep their values ever after.
+#[test]
+fn raw_blocks_can_be_settled_unless_they_are_not_finite() {
+    for how in [Int8, Int4] {
+        let n = 3 * BLOCK + 5;
+        let mut source = numbers(n, 9);
+        for (i, x) in source[BLOCK..2 * BLOCK].iter_mut().enumerate() {
+            *x = f32::MIN_POSITIVE * (i as f32 * 0.013 - 1.5);
+        }
+        let mut wire = vec![0; how.bytes(n)];
+        assert_eq!(quantise(&source, &mut wire, how, None), 1);
+        settle_raw(&source, &mut wire, 0..n, (n, how)).expect("all are finite");
+        let mut once = vec![0.0; n];
+        dequantise(&wire, &mut once, how, None).expect("nothing is raw");
+        for (i, (x, q)) in source.iter().zip(&once).enumerate() {
+            let tiny = (BLOCK..2 * BLOCK).contains(&i);
+            assert!(!tiny || (x - q).abs() <= f32::MIN_POSITIVE / 2.0, "{x} became {q}");
+        }
+        let again = wire.clone();
+        quantise(&once, &mut wire, how, None);
+        settle_raw(&once, &mut wire, 0..n, (n, how)).expect("all are finite");
+        assert!(wire == again, "idempotent");
+        source[2 * BLOCK + 7] = f32::NAN;
+        let piece = BLOCK..3 * BLOCK;
+        quantise_at(&source[piece.clone()], &mut wire, piece.clone(), (n, how), None);
+        let bad = settle_raw(&source[piece.clone()], &mut wire, piece, (n, how));
+        assert_eq!(bad, Err(BLOCK + 7));
+    }
+}
+
 #[test]
 fn quantised_windows_add_in_the_order_of_the_one_reduction() {
     for n in [0, 1, 255, 1024, 3000] {

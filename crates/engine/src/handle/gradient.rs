@@ -58,6 +58,9 @@ impl FlatParamHandle {
 
     /// Forgets which parameters have been used.
     pub(crate) fn begin_step(&mut self) {
+        if let Some(resting) = &mut self.resting {
+            resting.settle();
+        }
         self.used.clear();
     }
 

@@ -3,89 +3,138 @@
 //! Parameters that rest elsewhere cannot be lent for a whole step. A rank brings its shard into a staging buffer when a
 //! unit is used, and lends that for the one gather: a collective in the order of use, which every rank must follow.
 
-use shardwise_comm::codec::{encode_packed, round};
 use shardwise_comm::{HostBuffer, PendingReduce, SharedBuffer};
-use shardwise_core::Precision;
+use shardwise_core::{Precision, Travel};
 
+use super::parts::Scaling;
 use super::{Moved, Section, Swap};
 use crate::Result;
 use crate::config::Divisor;
 use crate::engine::{Engine, Phase};
 use crate::handle::FlatParamHandle;
+use crate::hops::OwnPart;
 use crate::norm::{Norm, PartialNorm};
 use crate::unit::Place;
+use crate::wire;
 
-/// Buffers that peers read this rank's shards from, in turns: one is filled while the other is still read.
+/// Where a shard is on its way into a gather.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// As it rests.
+    masters: SharedBuffer,
+    /// As it travels, if that is something else.
+    encoded: Option<SharedBuffer>,
+}
+
+impl Stage {
+    pub(crate) fn new(masters: SharedBuffer, encoded: Option<SharedBuffer>) -> Self {
+        Self { masters, encoded }
+    }
+
+    /// A part of `numel` elements as peers read it; `raw_numel` of them travel as they rest.
+    pub(crate) fn part(&self, travel: Travel, numel: usize, raw_numel: usize) -> OwnPart<'_> {
+        let masters = 0..numel * size_of::<f32>();
+        match &self.encoded {
+            Some(encoded) if !travel.is_exact() => OwnPart {
+                buffer: encoded,
+                bytes: 0..travel.bytes(numel),
+                raw: travel.quantised.is_some().then_some((&self.masters, masters)),
+                raw_numel,
+            },
+            _ => OwnPart { buffer: &self.masters, bytes: masters, raw: None, raw_numel: 0 },
+        }
+    }
+}
+
+/// Two of them, in turns: one is filled while peers still read the other.
 #[derive(Debug, Default)]
 pub(crate) struct Stages {
-    buffers: Vec<SharedBuffer>,
-    next: usize,
+    stages: Vec<Stage>,
+    current: usize,
 }
 
 impl Stages {
-    pub(crate) fn new(buffers: Vec<SharedBuffer>) -> Self {
-        Self { buffers, next: 0 }
+    pub(crate) fn new(stages: Vec<Stage>) -> Self {
+        Self { stages, current: 0 }
     }
 
-    fn next(&mut self) -> Option<&mut SharedBuffer> {
-        self.next = (self.next + 1) % self.buffers.len().max(1);
-        self.buffers.get_mut(self.next)
+    fn advance(&mut self) -> Option<&mut Stage> {
+        self.current = (self.current + 1) % self.stages.len().max(1);
+        self.stages.get_mut(self.current)
+    }
+
+    /// The one that was filled last.
+    pub(crate) fn current(&self) -> Option<&Stage> {
+        self.stages.get(self.current)
     }
 }
 
 impl Engine {
     /// Fills the buffer of a gather with parameters that rest elsewhere. After a failure it holds zeros.
     pub(crate) fn fill_from_away(&mut self, at: Place, buffer: &mut HostBuffer) -> Result<()> {
-        let precision = self.gather_precision(at);
-        let dest = &mut buffer.as_mut_slice()[..self.units[at].layout().padded_numel()];
+        let layout = self.units[at].layout();
+        let (padded, numel) = (layout.padded_numel(), layout.numel());
+        let dest = &mut buffer.as_mut_slice()[..padded];
         let filled = match (self.units[at].away.params, self.units[at].is_whole()) {
-            (Some(section), true) => self.fill_alone(at, &section, dest, precision),
-            (Some(section), false) => self.fill_from_peers(at, &section, dest, precision),
-            (None, _) => Ok(()),
+            (Some(section), true) => self.fill_alone(at, &section, &mut dest[..numel]),
+            _ => self.fill_from_peers(at, dest),
         };
-        if filled.is_err() {
-            dest.fill(0.0);
+        match &filled {
+            Err(_) => dest.fill(0.0),
+            Ok(()) if cfg!(debug_assertions) => dest[numel..].fill(f32::NAN),
+            Ok(()) => {}
         }
         self.comm(filled)
     }
 
-    fn fill_alone(
-        &mut self,
-        at: Place,
-        section: &Section,
-        dest: &mut [f32],
-        precision: Precision,
-    ) -> Moved<()> {
+    fn fill_alone(&mut self, at: Place, section: &Section, dest: &mut [f32]) -> Moved<()> {
+        let travel = self.gather_travel(at);
         let Some(swap) = self.swap.as_mut() else { return Ok(()) };
         swap.take_in(at, section, |start, tile| {
             dest[start..start + tile.len()].copy_from_slice(tile);
             Ok(())
         })?;
-        round(dest, precision);
+        let handle = &mut self.units[at];
+        handle.encoded.error = wire::arrive(travel, dest, handle.rounding_key(self.updates));
         Ok(())
     }
 
-    fn fill_from_peers(
-        &mut self,
-        at: Place,
-        section: &Section,
-        dest: &mut [f32],
-        precision: Precision,
-    ) -> Moved<()> {
-        let (Some(swap), Some(stage)) = (self.swap.as_mut(), self.stages.next()) else { return Ok(()) };
-        let lent = stage.writable()?;
-        swap.take_in(at, section, |start, tile| {
-            if precision.is_low() {
-                encode_packed(tile, lent, start, precision);
-            } else {
-                lent[start..start + tile.len()].copy_from_slice(tile);
-            }
+    fn fill_from_peers(&mut self, at: Place, dest: &mut [f32]) -> Moved<()> {
+        let travel = self.gather_travel(at);
+        self.stage_params(at, travel)?;
+        let handle = &self.units[at];
+        let Some(stage) = self.stages.current() else { return Ok(()) };
+        let part = stage.part(travel, handle.layout().shard_numel(), handle.encoded.raw);
+        let raw = match &part.raw {
+            Some((buffer, bytes)) => Some(self.staged.lend_range(handle.name(), buffer, bytes.clone())?),
+            None => None,
+        };
+        let loan = self.staged.lend_range(handle.name(), part.buffer, part.bytes)?;
+        handle.fill_from_peers(dest, (&loan, 0), travel, raw.as_ref().map(|raw| (raw, 0)))?;
+        loan.finish();
+        if let Some(raw) = raw {
+            raw.finish();
+        }
+        self.sent += handle.gather_traffic(travel);
+        Ok(())
+    }
+
+    /// Brings this rank's shard of a flat parameter in, for peers to read it as it travels.
+    pub(crate) fn stage_params(&mut self, at: Place, travel: Travel) -> Moved<()> {
+        let handle = &mut self.units[at];
+        let (Some(section), Some(swap)) = (handle.away.params, self.swap.as_mut()) else { return Ok(()) };
+        let Some(stage) = self.stages.advance() else { return Ok(()) };
+        let masters = stage.masters.writable()?;
+        swap.take_in(at, &section, |start, tile| {
+            masters[start..start + tile.len()].copy_from_slice(tile);
             Ok(())
         })?;
-        let bytes = section.numel() * precision.bytes();
-        let loan = self.staged.lend(self.units[at].name(), stage, bytes)?;
-        loan.gather(0..section.numel(), dest, precision)?;
-        loan.finish();
+        if let Some(encoded) = stage.encoded.as_mut().filter(|_| !travel.is_exact()) {
+            let numel = handle.kept_numel();
+            let room = &mut encoded.writable_bytes()?[..travel.bytes(numel)];
+            let owned = &masters[..handle.owned.len()];
+            handle.encoded = wire::encode(travel, (owned, numel), room, handle.rounding_key(self.updates));
+        }
         Ok(())
     }
 
@@ -265,5 +314,3 @@ impl FlatParamHandle {
         Some((state.gradient()?, state.scaling))
     }
 }
-
-use super::parts::Scaling;

@@ -4,7 +4,7 @@ use shardwise_comm::HostBuffer;
 use shardwise_core::statistics::STATISTIC_SLOTS;
 use shardwise_core::{FlatLayout, Placement, PlanError, Purpose, RestingPart};
 
-use super::gather::Stages;
+use super::gather::{Stage, Stages};
 use super::name_of;
 use super::parts::{AwayState, NewState};
 use crate::Result;
@@ -40,7 +40,7 @@ fn resting(layout: &FlatLayout, sharers: usize, config: &EngineConfig) -> Restin
     RestingPart {
         numel: kept_numel(layout, sharers, config.strategy),
         trainable: layout.requires_grad(),
-        replicated: layout.is_replicated(),
+        stays: layout.is_replicated() || config.wire.rests_quantised(layout.requires_grad()),
     }
 }
 
@@ -128,11 +128,20 @@ impl Engine {
             gathered.then(|| handle.layout().shard_numel())
         });
         let gradient = most(&|handle| handle.away.state.as_ref().map(|_| handle.layout().shard_numel()));
+        let encoded = most(&|handle| {
+            let gathered = handle.away.params.is_some() && !handle.is_whole() && !handle.travel().is_exact();
+            gathered.then(|| handle.travel().bytes(handle.layout().shard_numel()))
+        });
         if staged > 0 {
-            let buffers =
-                (0..STAGES).map(|_| self.group.allocate(staged)).collect::<shardwise_comm::Result<_>>();
-            self.stages = Stages::new(self.comm(buffers)?);
-            self.ledger.add(Purpose::StagedParameters, STAGES * staged);
+            let words = encoded.div_ceil(size_of::<f32>());
+            let stage = |_| {
+                let encoded = (words > 0).then(|| self.group.allocate(words)).transpose()?;
+                Ok(Stage::new(self.group.allocate(staged)?, encoded))
+            };
+            let stages: shardwise_comm::Result<Vec<Stage>> = (0..STAGES).map(stage).collect();
+            self.stages = Stages::new(self.comm(stages)?);
+            let bytes = STAGES * (staged * size_of::<f32>() + encoded);
+            self.ledger.add_bytes(Purpose::StagedParameters, bytes);
         }
         if gradient > 0 {
             self.workroom.stage = Some(self.comm(self.group.allocate(gradient))?);
@@ -151,11 +160,6 @@ impl Engine {
 }
 
 impl FlatParamHandle {
-    /// Elements that this rank keeps, padding included.
-    pub(crate) fn kept_numel(&self) -> usize {
-        if self.is_whole() { self.layout.numel() } else { self.layout.shard_numel() }
-    }
-
     /// Tiles that are in hand at a time when it is updated or its average is taken.
     fn away_lanes(&self) -> usize {
         let params = usize::from(self.away.params.is_some());

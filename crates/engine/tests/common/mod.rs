@@ -4,6 +4,7 @@
 
 pub mod check;
 pub mod given;
+pub mod quantised;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -237,11 +238,10 @@ impl Reference {
         self.step += 1;
         let of_layout = |(_, layout, values): &(UnitId, FlatLayout, Vec<f32>)| {
             let mut gradients = vec![0.0; layout.numel()];
+            let arrived = quantised::arrived(layout, values, config, ranks);
             for param in layout.params().iter().filter(|p| layout.requires_grad() && is_used(p)) {
                 for e in param.range() {
-                    let dtype = layout.dtype().low().unwrap_or(config.precision.param_dtype);
-                    let value = rounded(values[e], dtype);
-                    let of = |m: usize| gradient(value, e, m, self.step);
+                    let of = |m: usize| gradient(arrived[e], e, m, self.step);
                     gradients[e] = averaged(micro_batches, ranks, config, of);
                 }
             }
