@@ -3,7 +3,7 @@
 mod common;
 
 use common::{KINDS, Rig, file_kinds, filled, pattern};
-use shardwise_tier::TierError;
+use shardwise_tier::{Buffer, IoConfig, IoMethod, Reading, Tier, TierError, measure};
 
 const SIZES: [usize; 6] = [0, 1, 511, 512, 513, (1 << 20) + 1];
 const BUFFER: usize = 64 << 10;
@@ -92,6 +92,22 @@ fn fresh_tiles_are_zeros_and_cost_nothing() {
         drop(buffer);
         let stats = rig.tier.stats();
         assert_eq!((stats.reads, stats.read_bytes, rig.tier.held_bytes()), (0, 0, 0), "{}", kind.name);
+    }
+}
+
+#[test]
+fn a_file_holds_the_bytes_and_zeros_up_to_the_next_block() {
+    for kind in file_kinds() {
+        let mut rig = Rig::new(kind, 1, BUFFER);
+        let object = rig.tier.create("a", 2).unwrap();
+        rig.write(object, 1, &pattern(0, BUFFER)).unwrap();
+        let bytes = pattern(1, 5000);
+        rig.write(object, 0, &bytes).unwrap();
+        rig.tier.sync().unwrap();
+        let stored = std::fs::read(&rig.files()[0]).unwrap();
+        assert_eq!(stored[..5000], bytes, "{}", kind.name);
+        assert_eq!(stored[5000..8192], [0; 3192], "{}", kind.name);
+        assert_eq!(stored[BUFFER..], pattern(0, BUFFER), "{}", kind.name);
     }
 }
 
@@ -195,4 +211,35 @@ fn files_and_folders_go_when_the_tier_goes() {
         drop(run);
         assert_eq!(common::files(dir.path()).len(), 0, "{}", kind.name);
     }
+}
+
+#[test]
+fn a_disk_is_measured_and_left_as_it_was() {
+    let dir = common::temp();
+    for method in [IoMethod::Auto, IoMethod::Threads] {
+        let io = IoConfig { method, ..IoConfig::default() };
+        // A last tile that is shorter, and more tiles than buffers.
+        let found = measure::throughput(dir.path(), io, (10 << 20) + 5, 1 << 20, 3).unwrap();
+        assert!(found.read_bytes_per_second > 0.0 && found.write_bytes_per_second > 0.0, "{found:?}");
+    }
+    assert_eq!(common::files(dir.path()).len(), 0);
+}
+
+#[test]
+fn a_tier_moves_between_threads() {
+    fn is_send<T: Send>() {}
+    is_send::<(Tier, Reading, Buffer)>();
+    let mut rig = Rig::new(KINDS[1], 2, BUFFER);
+    let object = rig.tier.create("a", 1).unwrap();
+    let bytes = pattern(0, BUFFER);
+    rig.write(object, 0, &bytes).unwrap();
+    rig.tier.flush().unwrap();
+    let expected = bytes.clone();
+    let mut rig = std::thread::spawn(move || {
+        assert_eq!(rig.read(object, 0).unwrap(), expected);
+        rig
+    })
+    .join()
+    .unwrap();
+    assert_eq!(rig.read(object, 0).unwrap(), bytes);
 }
