@@ -293,7 +293,8 @@ impl Queue {
                 progress.stalls += usize::from(whole == 0);
                 Some(Cause::End(moved - whole))
             }
-            Err(errno @ (Errno::INTR | Errno::AGAIN)) => {
+            // io_uring cancels what a thread has begun and not finished when the thread ends; the tier may live on.
+            Err(errno @ (Errno::INTR | Errno::AGAIN | Errno::CANCELED)) => {
                 progress.stalls += 1;
                 Some(Cause::System(errno))
             }

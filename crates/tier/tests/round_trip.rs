@@ -229,17 +229,19 @@ fn a_disk_is_measured_and_left_as_it_was() {
 fn a_tier_moves_between_threads() {
     fn is_send<T: Send>() {}
     is_send::<(Tier, Reading, Buffer)>();
-    let mut rig = Rig::new(KINDS[1], 2, BUFFER);
-    let object = rig.tier.create("a", 1).unwrap();
-    let bytes = pattern(0, BUFFER);
-    rig.write(object, 0, &bytes).unwrap();
-    rig.tier.flush().unwrap();
-    let expected = bytes.clone();
-    let mut rig = std::thread::spawn(move || {
-        assert_eq!(rig.read(object, 0).unwrap(), expected);
-        rig
-    })
-    .join()
-    .unwrap();
-    assert_eq!(rig.read(object, 0).unwrap(), bytes);
+    for kind in KINDS {
+        let mut rig = Rig::new(kind, 4, 1 << 20);
+        let object = rig.tier.create("a", 16).unwrap();
+        // Each thread ends with a write in flight.
+        for tile in 0..16 {
+            let write = move || {
+                rig.write(object, tile, &pattern(tile, 1 << 20)).unwrap();
+                rig
+            };
+            rig = std::thread::spawn(write).join().unwrap();
+        }
+        for tile in 0..16 {
+            assert!(rig.read(object, tile).unwrap() == pattern(tile, 1 << 20), "{}", kind.name);
+        }
+    }
 }
