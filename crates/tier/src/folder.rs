@@ -48,17 +48,22 @@ impl Drop for RankFolder {
 pub(crate) fn make(path: &Path) -> Result<()> {
     let refused =
         |cause: String| TierError::Folder { folder: path.to_path_buf(), what: "create".into(), cause };
-    match fs::create_dir(path) {
-        Ok(()) => Ok(()),
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => match fs::metadata(path) {
-            Ok(found) if found.is_dir() => Ok(()),
-            Ok(_) => Err(refused("a file of that name is in its place".into())),
-            Err(e) => Err(refused(e.to_string())),
-        },
-        Err(e) if e.kind() == ErrorKind::NotFound => {
-            Err(refused(format!("the folder that it would lie in is not there ({e})")))
+    loop {
+        match fs::create_dir(path) {
+            Ok(()) => return Ok(()),
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                return Err(refused(format!("the folder that it would lie in is not there ({e})")));
+            }
+            Err(e) => return Err(refused(e.to_string())),
         }
-        Err(e) => Err(refused(e.to_string())),
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => return Ok(()),
+            Ok(_) => return Err(refused("a file of that name is in its place".into())),
+            // Another owner has removed it in between; a link to nowhere stays.
+            Err(e) if e.kind() == ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {}
+            Err(e) => return Err(refused(e.to_string())),
+        }
     }
 }
 

@@ -111,8 +111,8 @@ pub(crate) struct Queue {
     /// Pieces to continue.
     again: VecDeque<Piece>,
     done: Vec<Done>,
-    /// Pieces that are done and that a delay holds back.
-    held: Vec<(Instant, Done)>,
+    /// Pieces that a delay holds back.
+    held: Vec<(Instant, Piece)>,
     /// Transfers that have ended and that nobody has been told of.
     finished: Vec<usize>,
     unfinished: usize,
@@ -207,50 +207,45 @@ impl Queue {
 
     fn pass(&mut self, wait: Wait) -> Result<usize, Errno> {
         self.feed();
-        let next_held = self.held.iter().map(|(due, _)| *due).min();
         if wait != Wait::No && self.method.in_flight() == 0 && self.unfinished > 0 {
-            match next_held {
-                Some(due) => sleep(due.saturating_duration_since(Instant::now())),
-                None => return Err(Errno::BUSY),
-            }
+            let Some(due) = self.next_held() else { return Err(Errno::BUSY) };
+            sleep(due.saturating_duration_since(Instant::now()));
+            self.feed();
         }
-        let wait = match (wait, next_held) {
+        let wait = match (wait, self.next_held()) {
             (Wait::Forever, Some(due)) => Wait::Until(due),
             (Wait::Until(end), Some(due)) => Wait::Until(end.min(due)),
             (wait, _) => wait,
         };
         let mut done = std::mem::take(&mut self.done);
         let reaped = self.method.reap(wait, &mut done);
-        let mut settled = 0;
+        let settled = done.len();
         for done in done.drain(..) {
-            match self.faults.as_ref().and_then(Faults::delay) {
-                Some(delay) => self.held.push((Instant::now() + delay, done)),
-                None => {
-                    self.settle(done);
-                    settled += 1;
-                }
-            }
+            self.settle(done);
         }
         self.done = done;
-        let now = Instant::now();
-        while let Some(index) = self.held.iter().position(|(due, _)| *due <= now) {
-            let (_, done) = self.held.swap_remove(index);
-            self.settle(done);
-            settled += 1;
-        }
-        reaped?;
-        Ok(settled)
+        reaped.map(|()| settled)
     }
 
-    /// Begins pieces while there is room: first those to continue, then new ones, in order.
+    fn next_held(&self) -> Option<Instant> {
+        self.held.iter().map(|(due, _)| *due).min()
+    }
+
+    /// Begins pieces while there is room: first those that a delay has held back for long enough, then those to continue,
+    /// then new ones, in order.
     fn feed(&mut self) {
         while self.method.has_room() {
-            let piece = match self.again.pop_front() {
-                Some(piece) => piece,
-                None => match self.cut_next() {
-                    Some(piece) => piece,
-                    None => return,
-                },
+            let now = Instant::now();
+            let piece = match self.held.iter().position(|(due, _)| *due <= now) {
+                Some(index) => self.held.swap_remove(index).1,
+                None => {
+                    let Some(piece) = self.again.pop_front().or_else(|| self.cut_next()) else { return };
+                    if let Some(delay) = self.faults.as_ref().and_then(Faults::delay) {
+                        self.held.push((now + delay, piece));
+                        continue;
+                    }
+                    piece
+                }
             };
             if let Err(piece) = self.method.begin(piece) {
                 self.again.push_front(piece);
@@ -298,7 +293,8 @@ impl Queue {
                 progress.stalls += usize::from(whole == 0);
                 Some(Cause::End(moved - whole))
             }
-            Err(errno @ (Errno::INTR | Errno::AGAIN)) => {
+            // io_uring cancels what a thread has begun and not finished when the thread ends; the tier may live on.
+            Err(errno @ (Errno::INTR | Errno::AGAIN | Errno::CANCELED)) => {
                 progress.stalls += 1;
                 Some(Cause::System(errno))
             }

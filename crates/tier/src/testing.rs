@@ -100,7 +100,7 @@ impl Faults {
         self
     }
 
-    /// Every piece is done up to `most` later, by random times: so pieces end in another order.
+    /// Every piece begins up to `most` later, by random times: so pieces end in another order.
     pub fn with_delays(self, seed: u64, most: Duration) -> Self {
         *lock(&self.shared.delays) = Some(Delays { state: seed, most });
         self
@@ -145,7 +145,7 @@ impl Faults {
         if full { Err(Errno::NOSPC) } else { Ok(()) }
     }
 
-    /// How much later a piece is done.
+    /// How much later a piece begins.
     pub(crate) fn delay(&self) -> Option<Duration> {
         let mut delays = lock(&self.shared.delays);
         let delays = delays.as_mut()?;

@@ -174,6 +174,25 @@ fn the_run_s_folder_goes_with_the_last_that_uses_it() {
 }
 
 #[test]
+fn a_rank_that_outlives_its_run_is_waited_for_and_then_named() {
+    let dir = temp();
+    let run = RunFolder::claim(dir.path(), "run").unwrap();
+    let open = |run: &RunFolder| Tier::open(config(KINDS[1], Some(run.path()), 1, BUFFER)).unwrap();
+    let tier = open(&run);
+    drop(run);
+    let error = RunFolder::claim(dir.path(), "run").unwrap_err();
+    let TierError::Owned { folder, owner } = &error else { panic!("{error}") };
+    assert!(folder.ends_with("shardwise-run/rank-3") && owner.contains("rank 3"), "{error}");
+    let ending = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        drop(tier);
+    });
+    let run = RunFolder::claim(dir.path(), "run").unwrap();
+    drop(open(&run));
+    ending.join().unwrap();
+}
+
+#[test]
 fn paths_that_cannot_be_used() {
     let dir = temp();
     let file = dir.path().join("file");

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{KINDS, Rig, file_kinds, filled, pattern};
-use shardwise_tier::TierError;
+use shardwise_tier::{Buffer, IoConfig, IoMethod, Reading, Tier, TierError, measure};
 
 const SIZES: [usize; 6] = [0, 1, 511, 512, 513, (1 << 20) + 1];
 const BUFFER: usize = 64 << 10;
@@ -92,6 +92,22 @@ fn fresh_tiles_are_zeros_and_cost_nothing() {
         drop(buffer);
         let stats = rig.tier.stats();
         assert_eq!((stats.reads, stats.read_bytes, rig.tier.held_bytes()), (0, 0, 0), "{}", kind.name);
+    }
+}
+
+#[test]
+fn a_file_holds_the_bytes_and_zeros_up_to_the_next_block() {
+    for kind in file_kinds() {
+        let mut rig = Rig::new(kind, 1, BUFFER);
+        let object = rig.tier.create("a", 2).unwrap();
+        rig.write(object, 1, &pattern(0, BUFFER)).unwrap();
+        let bytes = pattern(1, 5000);
+        rig.write(object, 0, &bytes).unwrap();
+        rig.tier.sync().unwrap();
+        let stored = std::fs::read(&rig.files()[0]).unwrap();
+        assert_eq!(stored[..5000], bytes, "{}", kind.name);
+        assert_eq!(stored[5000..8192], [0; 3192], "{}", kind.name);
+        assert_eq!(stored[BUFFER..], pattern(0, BUFFER), "{}", kind.name);
     }
 }
 
@@ -194,5 +210,38 @@ fn files_and_folders_go_when_the_tier_goes() {
         assert!(!run.as_ref().unwrap().path().join("rank-3").exists());
         drop(run);
         assert_eq!(common::files(dir.path()).len(), 0, "{}", kind.name);
+    }
+}
+
+#[test]
+fn a_disk_is_measured_and_left_as_it_was() {
+    let dir = common::temp();
+    for method in [IoMethod::Auto, IoMethod::Threads] {
+        let io = IoConfig { method, ..IoConfig::default() };
+        // A last tile that is shorter, and more tiles than buffers.
+        let found = measure::throughput(dir.path(), io, (10 << 20) + 5, 1 << 20, 3).unwrap();
+        assert!(found.read_bytes_per_second > 0.0 && found.write_bytes_per_second > 0.0, "{found:?}");
+    }
+    assert_eq!(common::files(dir.path()).len(), 0);
+}
+
+#[test]
+fn a_tier_moves_between_threads() {
+    fn is_send<T: Send>() {}
+    is_send::<(Tier, Reading, Buffer)>();
+    for kind in KINDS {
+        let mut rig = Rig::new(kind, 4, 1 << 20);
+        let object = rig.tier.create("a", 16).unwrap();
+        // Each thread ends with a write in flight.
+        for tile in 0..16 {
+            let write = move || {
+                rig.write(object, tile, &pattern(tile, 1 << 20)).unwrap();
+                rig
+            };
+            rig = std::thread::spawn(write).join().unwrap();
+        }
+        for tile in 0..16 {
+            assert!(rig.read(object, tile).unwrap() == pattern(tile, 1 << 20), "{}", kind.name);
+        }
     }
 }
