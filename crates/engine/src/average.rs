@@ -21,6 +21,9 @@ pub(crate) fn check_decay(decay: Option<f64>) -> Result<()> {
     }
 }
 
+/// What is done with some parameters and their averages, both as long as each other.
+type Meet = dyn Fn(&mut [f32], &mut [f32]);
+
 impl Engine {
     /// Takes the weights after a step into their average.
     pub(crate) fn average(&mut self) -> Result<()> {
@@ -91,7 +94,7 @@ impl FlatParamHandle {
         &mut self,
         params: &mut SharedBuffer,
         swap: Option<&mut Swap>,
-        (changes, meet): (bool, &dyn Fn(&mut [f32], &mut [f32])),
+        (changes, meet): (bool, &Meet),
     ) -> Moved<()> {
         let (span, numel) = (self.span(), self.owned.len());
         let away = self.away.state.as_ref().and_then(|state| state.average);
