@@ -22,7 +22,7 @@ pub(crate) fn check_decay(decay: Option<f64>) -> Result<()> {
 }
 
 /// What is done with some parameters and their averages, both as long as each other.
-type Meet = dyn Fn(&mut [f32], &mut [f32]);
+type Meet<'a> = dyn Fn(&mut [f32], &mut [f32]) + 'a;
 
 impl Engine {
     /// Takes the weights after a step into their average.
@@ -94,7 +94,7 @@ impl FlatParamHandle {
         &mut self,
         params: &mut SharedBuffer,
         swap: Option<&mut Swap>,
-        (changes, meet): (bool, &Meet),
+        (changes, meet): (bool, &Meet<'_>),
     ) -> Moved<()> {
         let (span, numel) = (self.span(), self.owned.len());
         let away = self.away.state.as_ref().and_then(|state| state.average);

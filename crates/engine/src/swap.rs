@@ -116,11 +116,11 @@ impl Swap {
             let claimed = place::claim(group, place)?;
             let at = shardwise_tier::Place::Folder(RunFolder::rank_folder(&claimed.folder, rank));
             run = claimed.run;
-            nvme = Some(Tier::open(place::config(at, rank, offload, place)).map_err(tier)?);
+            nvme = Some(place::open(at, rank, offload, place).map_err(tier)?);
         }
         if [offload.parameters, offload.optimizer].contains(&Resting::Host) {
             let at = shardwise_tier::Place::Memory;
-            host = Some(Tier::open(place::config(at, rank, offload, place)).map_err(tier)?);
+            host = Some(place::open(at, rank, offload, place).map_err(tier)?);
         }
         Ok(Self {
             host,

@@ -245,7 +245,7 @@ impl Config {
         let path = self.offload.path.clone()?;
         let output = std::path::absolute(self.output_dir()).unwrap_or_else(|_| self.output_dir());
         let run = format!("{}-{:08x}", self.run.name, seed_for(0, &output.to_string_lossy()) as u32);
-        Some(SwapPlace { path, run, io: self.offload.io() })
+        Some(SwapPlace { path, run, io: self.offload.io(), faults: None })
     }
 
     fn optimizer(&self) -> OptimizerConfig {

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use shardwise_comm::ProcessGroup;
 use shardwise_core::Offload;
-use shardwise_tier::{IoConfig, Place, RunFolder, TierConfig, TierError};
+use shardwise_tier::testing::Faults;
+use shardwise_tier::{IoConfig, Place, RunFolder, Tier, TierConfig, TierError};
 
 use crate::Result;
 use crate::error::EngineError;
 
 /// Where and how what rests in files is kept.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct SwapPlace {
     /// The folder in which the run gets a folder of its own.
     pub path: PathBuf,
@@ -18,6 +19,8 @@ pub struct SwapPlace {
     pub run: String,
     /// How files are read and written.
     pub io: IoConfig,
+    /// For tests: a disk that fails on demand, of this rank.
+    pub faults: Option<Faults>,
 }
 
 /// A run's folder; the first rank holds it.
@@ -97,13 +100,22 @@ fn is_ours(error: &TierError) -> bool {
     matches!(error, TierError::Owned { owner, .. } if owner.split(' ').next() == Some(own.as_str()))
 }
 
-/// What a rank's tier is opened with.
-pub(crate) fn config(at: Place, rank: usize, offload: &Offload, place: Option<&SwapPlace>) -> TierConfig {
-    TierConfig {
+/// Opens one rank's tier.
+pub(crate) fn open(
+    at: Place,
+    rank: usize,
+    offload: &Offload,
+    place: Option<&SwapPlace>,
+) -> std::result::Result<Tier, TierError> {
+    let config = TierConfig {
         place: at,
         rank,
         buffer_count: offload.buffer_count,
         buffer_bytes: offload.buffer_bytes(),
         io: place.map(|place| place.io).unwrap_or_default(),
+    };
+    match place.and_then(|place| place.faults.clone()) {
+        Some(faults) => Tier::open_with_faults(config, faults),
+        None => Tier::open(config),
     }
 }

@@ -96,20 +96,28 @@ impl Toy {
     }
 
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
-        let (root, units) = self.layouts(config.shard_group_size(group.size()).expect("groups that fit"));
-        let (groups, place) = (ParamGroups::new(), place(&config));
-        let engine = Engine::with_swap(group, root, units, config, (&groups, place.as_ref()));
-        let mut engine = engine.expect("an engine");
+        self.engine_at(group, config, place(&config).as_ref()).expect("an engine")
+    }
+
+    /// An engine that keeps what rests in files at `place`.
+    pub fn engine_at(
+        &self,
+        group: ProcessGroup,
+        config: EngineConfig,
+        place: Option<&SwapPlace>,
+    ) -> Result<Engine, EngineError> {
+        let (root, units) = self.layouts(config.shard_group_size(group.size())?);
+        let mut engine = Engine::with_swap(group, root, units, config, (&ParamGroups::new(), place))?;
         for id in engine.ids().collect::<Vec<_>>() {
             for part in 0..engine.parts(id).len() {
                 let owned = engine.parts(id)[part].owned();
                 let set = |values: &mut [f32]| {
                     values.iter_mut().zip(owned.clone()).for_each(|(v, e)| *v = initial(id, part, e));
                 };
-                engine.edit_owned(id, part, 0..owned.len(), set).expect("idle");
+                engine.edit_owned(id, part, 0..owned.len(), set)?;
             }
         }
-        engine
+        Ok(engine)
     }
 }
 
@@ -120,6 +128,7 @@ pub fn place(config: &EngineConfig) -> Option<SwapPlace> {
         path: std::env::temp_dir(),
         run: format!("engine-test-{}-{}", std::process::id(), ENGINES.fetch_add(1, Ordering::Relaxed)),
         io: IoConfig::default(),
+        faults: None,
     })
 }
 
