@@ -98,10 +98,12 @@ fn a_thousand_swaps_leave_nothing_behind_and_waiting_costs_nothing() {
         }
         std::thread::sleep(Duration::from_millis(300));
         let busy = processor_time() - busy;
-        assert!(busy <= 10, "{}: {busy} hundredths of a second", kind.name);
+        // Whoever spins takes about 90.
+        assert!(busy <= 30, "{}: {busy} hundredths of a second", kind.name);
         if kind.method.is_some() {
             let stats = rig.tier.stats();
-            assert!(stats.wait >= Duration::from_millis(20) && stats.busy >= stats.wait, "{stats:?}");
+            // The two are measured apart, and this process may stand still between them.
+            assert!(stats.wait.min(stats.busy) >= Duration::from_millis(20), "{stats:?}");
             assert!((0.0..=1.0).contains(&stats.overlap()), "{stats:?}");
         }
     }
