@@ -124,8 +124,11 @@ impl Toy {
 /// A folder of its own for what an engine keeps in files.
 pub fn place(config: &EngineConfig) -> Option<SwapPlace> {
     static ENGINES: AtomicUsize = AtomicUsize::new(0);
+    // Files in memory, where there are such: removing thousands of small ones takes a disk long.
+    let path = std::path::PathBuf::from("/dev/shm");
+    let path = if path.is_dir() { path } else { std::env::temp_dir() };
     config.offload.uses_files().then(|| SwapPlace {
-        path: std::env::temp_dir(),
+        path,
         run: format!("engine-test-{}-{}", std::process::id(), ENGINES.fetch_add(1, Ordering::Relaxed)),
         io: IoConfig::default(),
         faults: None,
