@@ -20,6 +20,7 @@ use shardwise_comm::ProcessGroup;
 use shardwise_core::{Offload, Tier as Resting};
 use shardwise_tier::{Buffer, ObjectId, Reading, RunFolder, Tier, TierError, TierStats};
 
+use crate::Result;
 use crate::config::UnitId;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -51,6 +52,15 @@ impl Engine {
     /// How files are read and written; `None` when nothing rests in any.
     pub fn file_access(&self) -> Option<FileAccess> {
         self.swap.as_ref().and_then(Swap::access)
+    }
+
+    /// Waits until all that is on its way to where it rests has been written.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn flush_tiers(&mut self) -> Result<()> {
+        let flushed = self.swap.as_mut().map_or(Ok(()), Swap::flush);
+        self.comm(flushed)
     }
 
     /// What has been moved so far.
@@ -105,11 +115,7 @@ pub(crate) struct TileJob<T> {
 
 impl Swap {
     /// Opens the tiers that `offload` names, at `place`. A collective of `group`.
-    pub(crate) fn open(
-        group: &ProcessGroup,
-        offload: &Offload,
-        place: Option<&SwapPlace>,
-    ) -> std::result::Result<Self, EngineError> {
+    pub(crate) fn open(group: &ProcessGroup, offload: &Offload, place: Option<&SwapPlace>) -> Result<Self> {
         let (rank, mut run, mut nvme, mut host) = (group.rank(), None, None, None);
         let tier = |source| EngineError::Tier { rank, source };
         if offload.uses_files() {

@@ -1,6 +1,9 @@
 //! `bench optimizer`: how near the update of the parameters comes to the speed of memory.
 
+mod on_disk;
+
 use std::hint::black_box;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use serde::Serialize;
@@ -22,6 +25,9 @@ pub struct OptimizerArgs {
     /// Timed calls; two more go before them
     #[arg(long, default_value_t = 15, value_parser = bounds::count)]
     calls: usize,
+    /// Measure a step with its state in files in this folder instead, against the speed of the disk
+    #[arg(long)]
+    on_disk: Option<PathBuf>,
 }
 
 /// A line of the result: bytes read and written over the median time of a call, on one thread.
@@ -40,6 +46,12 @@ struct Line {
 /// When memory cannot be had.
 pub fn run(args: &OptimizerArgs) -> Result<i32, RunError> {
     for &mebibytes in &args.mebibytes {
+        if let Some(path) = &args.on_disk {
+            for line in on_disk::measure(path, mebibytes)? {
+                print(&(serde_json::to_string(&line).map_err(RunError::failed)? + "\n"))?;
+            }
+            continue;
+        }
         for line in measure(mebibytes, args.calls)? {
             print(&(serde_json::to_string(&line).map_err(RunError::failed)? + "\n"))?;
         }
