@@ -4,9 +4,9 @@
 mod common;
 
 use common::check::{STEPS, check, layouts, precision};
-use common::{ADAMW, DEADLINE, Reference, STRATEGIES, Toy, compute_step, config, full_params, train};
+use common::{ADAMW, DEADLINE, STRATEGIES, Toy, compute_step, config, full_params, train};
 use shardwise_comm::threads;
-use shardwise_core::{MixedPrecision, Precision, ShardingStrategy};
+use shardwise_core::ShardingStrategy;
 use shardwise_engine::{Accumulation, DynamicScale, EngineConfig, LossScale, Norm};
 
 /// The grid of the specification: world x numel x type x accumulation x strategy x prefetch.

@@ -2,14 +2,15 @@
 
 mod common;
 
+use common::check::check;
 use common::quantised::{arrived, rested};
 use common::{
     ADAMW, DEADLINE, Reference, STRATEGIES, Toy, compute_step, config, full_params, initial, train,
 };
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, PlanInput, Precision, Purpose, Quantization, Rounding,
-    ShardingStrategy, StepSchedule, UnitSize, WireConfig,
+    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, Quantization, Rounding,
+    ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
 };
 use shardwise_engine::{Accumulation, Engine, EngineConfig, EngineError, ParamGroups, UnitId};
 
@@ -370,9 +371,32 @@ fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) ->
         shard_group: config.shard_group_size(ranks).expect("groups that fit"),
         precision: config.precision,
         wire: config.wire,
-        unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
         offload: config.offload,
+        unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
     })
+}
+
+/// Trains four steps and compares what every rank holds and sends with the plan.
+fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfig) {
+    let plan = plan(toy, ranks, micro_batches, &config);
+    threads::run(ranks, DEADLINE, |group| {
+        let mut engine = toy.engine(group, config);
+        let what = format!("{ranks} ranks, {config:?}");
+        let mut allocations = 0;
+        for step in 0..4 {
+            let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
+            assert_eq!(report.bytes_sent, plan.sent_per_step(), "{what}");
+            if step == 1 {
+                allocations = engine.ledger().allocations();
+            }
+        }
+        assert_eq!(engine.ledger().allocations(), allocations, "{what}");
+        for purpose in Purpose::ALL {
+            assert_eq!(engine.ledger().peak(purpose), plan.bytes(purpose), "{what}: {purpose}");
+        }
+        assert_eq!(engine.ledger().total_peak(), plan.total(), "{what}");
+    })
+    .expect("a world");
 }
 
 /// The ledger and the bytes sent equal the plan, and nothing is allocated after the second step.
@@ -389,29 +413,7 @@ fn the_ledger_equals_the_plan_to_the_byte() {
                     let prefetch = index != 2;
                     let base = config(strategy, ADAMW);
                     let config = EngineConfig { shard_group, precision, wire, prefetch, ..base };
-                    let plan = plan(&toy, ranks, micro_batches, &config);
-                    threads::run(ranks, DEADLINE, |group| {
-                        let mut engine = toy.engine(group, config);
-                        let what = format!("{ranks} ranks, {strategy} {shard_group:?}, {wire:?}");
-                        let mut allocations = 0;
-                        for step in 0..4 {
-                            let report = compute_step(&mut engine, micro_batches, 0.1).expect("a step");
-                            assert_eq!(report.bytes_sent, plan.sent_per_step(), "{what}");
-                            if step == 1 {
-                                allocations = engine.ledger().allocations();
-                            }
-                        }
-                        assert_eq!(engine.ledger().allocations(), allocations, "{what}");
-                        for purpose in Purpose::ALL {
-                            assert_eq!(
-                                engine.ledger().peak(purpose),
-                                plan.bytes(purpose),
-                                "{what}: {purpose}"
-                            );
-                        }
-                        assert_eq!(engine.ledger().total_peak(), plan.total(), "{what}");
-                    })
-                    .expect("a world");
+                    check_plan(&toy, ranks, micro_batches, config);
                 }
             }
         }
@@ -428,6 +430,75 @@ fn a_step_inside_backward_is_refused_where_masters_are_lent() {
     config.check_step_in_backward(1).expect("nobody reads them");
     let frozen = EngineConfig { wire: wire(None, true), ..config };
     frozen.check_step_in_backward(2).expect("frozen parameters do not change");
+}
+
+/// What rests elsewhere travels as it would from memory, and int8 stays in memory: the same bits, and the plan holds.
+#[test]
+fn what_rests_elsewhere_travels_and_rests_quantised_too() {
+    let shapes = vec![vec![1300], vec![3, 5]];
+    let toy = Toy { low: vec![vec![5, 70]], last_unused: true, ..toy(shapes) };
+    for tier in [Tier::Host, Tier::Nvme] {
+        let both = Offload {
+            parameters: tier,
+            optimizer: tier,
+            buffer_numel: 1024,
+            least_numel: 0,
+            ..Offload::default()
+        };
+        let some = Offload { least_numel: 300, ..both };
+        let params = Offload { optimizer: Tier::None, ..both };
+        for (offload, world) in [(both, 1), (both, 3), (some, 3), (params, 2)] {
+            for (index, wire) in WIRES.into_iter().enumerate() {
+                let low = if index % 2 == 1 { MixedPrecision::BF16 } else { MixedPrecision::default() };
+                let base = config(ShardingStrategy::FullShard, ADAMW);
+                let config = EngineConfig { offload, wire, precision: low, ..base };
+                check(&toy, world, 2, &config);
+                check_plan(&toy, world, 2 * world, config);
+            }
+        }
+    }
+}
+
+/// The same for blocks that cannot be quantised, and for what is written in pieces.
+#[test]
+fn raw_blocks_and_frozen_pieces_come_from_elsewhere() {
+    let toy = Toy { low: vec![vec![700]], ..toy(vec![vec![3000]]) };
+    let offload =
+        Offload { parameters: Tier::Nvme, buffer_numel: 1024, least_numel: 0, ..Offload::default() };
+    let precision = MixedPrecision { low_precision_evaluation: true, ..MixedPrecision::default() };
+    for world in [1, 2, 5] {
+        for param_dtype in [Precision::F32, Precision::Bf16] {
+            for rounding in [Rounding::Nearest, Rounding::Stochastic] {
+                let wire = WireConfig { rounding, ..wire(Some(Quantization::Int8), true) };
+                let precision = MixedPrecision { param_dtype, ..precision };
+                let base = EngineConfig { wire, precision, ..config(ShardingStrategy::FullShard, ADAMW) };
+                let want = seen_and_kept(&toy, world, base);
+                let away = seen_and_kept(&toy, world, EngineConfig { offload, ..base });
+                assert!(want == away, "{world} ranks, {param_dtype}, {rounding:?}");
+            }
+        }
+    }
+}
+
+/// The bits of every flat parameter as it is computed with and as it is kept, after special values and pieces were written.
+fn seen_and_kept(toy: &Toy, world: usize, config: EngineConfig) -> Vec<[Vec<Vec<u32>>; 2]> {
+    let unit = UnitId::unit(1);
+    let run = |group| {
+        let mut engine = toy.engine(group, config);
+        for (at, value) in [(5, f32::NAN), (1300, 1e-40), (2999, f32::INFINITY)] {
+            let owned = engine.parts(unit)[0].owned();
+            if owned.contains(&at) {
+                let range = (at / 256 * 256).max(owned.start) - owned.start..at + 1 - owned.start;
+                engine.edit_owned(unit, 0, range, |all| all.fill(value)).expect("written");
+            }
+            let (index, owned) = (at % 2000, engine.parts(unit)[1].owned().len());
+            let range = index.min(owned)..(index + 100).min(owned);
+            engine.edit_owned(unit, 1, range, |all| all.fill(at as f32 / 7.0)).expect("written");
+        }
+        let all_bits = |values: Vec<Vec<f32>>| values.iter().map(|v| bits(v)).collect();
+        [all_bits(computed_with(&mut engine)), all_bits(full_params(&mut engine))]
+    };
+    threads::run(world, DEADLINE, run).expect("a world")
 }
 
 /// Raw blocks send their f32 too.

@@ -5,8 +5,8 @@ mod common;
 use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, Quantization,
-    ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
+    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, ShardingStrategy,
+    StepSchedule, Tier, UnitSize, WireConfig,
 };
 use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
 

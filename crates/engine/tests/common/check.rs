@@ -23,6 +23,9 @@ pub fn check(toy: &Toy, world: usize, rounds: usize, base: &EngineConfig) {
     for (strategy, shard_group) in layouts(world) {
         let config = EngineConfig { strategy, shard_group, ..*base };
         let mut reference = Reference::new(toy);
+        for (_, layout, values) in &mut reference.params {
+            *values = super::quantised::rested(layout, values, &config, world);
+        }
         let norms: Vec<f64> =
             (0..STEPS).map(|_| reference.step(micro_batches, world, &config, 0.05)).collect();
         let what = format!("{config:?}, {world} ranks, {rounds} rounds, {:?}", toy.units);
