@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use shardwise_core::{Precision, seed_for};
+use shardwise_core::{Precision, Quantization, seed_for};
 
 /// The kinds of collective that a transport knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,6 +55,10 @@ pub enum Wire {
     Bf16 = 3,
     /// f16 elements.
     F16 = 4,
+    /// Blocks of int8 elements.
+    Int8 = 5,
+    /// Blocks of int4 elements.
+    Int4 = 6,
 }
 
 impl From<Precision> for Wire {
@@ -67,9 +71,20 @@ impl From<Precision> for Wire {
     }
 }
 
+impl From<Quantization> for Wire {
+    fn from(quantization: Quantization) -> Self {
+        match quantization {
+            Quantization::Int8 => Wire::Int8,
+            Quantization::Int4 => Wire::Int4,
+        }
+    }
+}
+
 impl Wire {
     pub(crate) fn from_code(code: u8) -> Option<Self> {
-        [Wire::Bytes, Wire::F32, Wire::Bf16, Wire::F16].into_iter().find(|wire| *wire as u8 == code)
+        [Wire::Bytes, Wire::F32, Wire::Bf16, Wire::F16, Wire::Int8, Wire::Int4]
+            .into_iter()
+            .find(|wire| *wire as u8 == code)
     }
 
     fn name(self) -> &'static str {
@@ -78,6 +93,8 @@ impl Wire {
             Wire::F32 => Precision::F32.name(),
             Wire::Bf16 => Precision::Bf16.name(),
             Wire::F16 => Precision::F16.name(),
+            Wire::Int8 => Quantization::Int8.name(),
+            Wire::Int4 => Quantization::Int4.name(),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shardwise_core::Precision;
+use shardwise_core::{Precision, Quantization};
 
 use crate::Result;
 use crate::board::{CHANNELS, SLOTS};
@@ -28,19 +28,33 @@ pub struct ReduceScatter<'a> {
     pub parts: usize,
     /// The type in which they travel: the source holds them packed ([`crate::codec::pack`]). Sums are f32.
     pub precision: Precision,
+    /// What f32 elements are quantised to: behind all parts the source holds them once more, quantised part by part, and
+    /// only what cannot be quantised is read in f32 ([`ReduceScatter::words`]).
+    pub quantised: Option<Quantization>,
     /// The members (this rank among them) whose buffers this rank sums. The others take part without being read here.
     pub summed: Range<usize>,
 }
 
 impl ReduceScatter<'_> {
+    /// f32 words that a source needs.
+    pub fn words(&self) -> usize {
+        self.parts().bytes().div_ceil(size_of::<f32>())
+    }
+
+    /// Where, among the source's bytes, the quantised elements of a part lie; none when nothing is quantised.
+    pub fn quantised_range(&self, part: usize) -> Range<usize> {
+        self.parts().quantised_range(part)
+    }
+
     fn parts(&self) -> Parts {
-        let (numel, count) = (self.part_numel, self.parts);
-        Parts { numel, count, precision: self.precision, summed: self.summed.clone() }
+        let (numel, count, summed) = (self.part_numel, self.parts, self.summed.clone());
+        Parts { numel, count, precision: self.precision, quantised: self.quantised, summed }
     }
 
     fn fingerprint(&self) -> Fingerprint {
+        let wire = self.quantised.map_or_else(|| self.precision.into(), Wire::from);
         let kind = if self.parts == 1 { OpKind::AllReduce } else { OpKind::ReduceScatter };
-        Fingerprint::new(kind, self.label, self.part_numel * self.parts, self.precision.into())
+        Fingerprint::new(kind, self.label, self.part_numel * self.parts, wire)
     }
 }
 
@@ -225,7 +239,8 @@ impl ProcessGroup {
         part_numel: usize,
     ) -> PendingReduce {
         let (parts, summed) = (self.size(), 0..self.size());
-        let how = ReduceScatter { label, part_numel, parts, precision: Precision::F32, summed };
+        let precision = Precision::F32;
+        let how = ReduceScatter { label, part_numel, parts, precision, quantised: None, summed };
         self.start_reduction(&how, source.into())
     }
 

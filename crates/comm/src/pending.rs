@@ -4,13 +4,14 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_core::Precision;
+use shardwise_core::{Precision, Quantization};
 
 use crate::Result;
 use crate::buffer::{HostBuffer, SharedBuffer};
 use crate::codec::take;
 use crate::error::CommError;
 use crate::fingerprint::Fingerprint;
+use crate::quantise::{has_raw, sum_quantised};
 use crate::reduce::sum_encoded;
 use crate::transport::{Channel, Transport, Window};
 
@@ -214,45 +215,67 @@ pub(crate) struct Parts {
     pub(crate) count: usize,
     /// The type in which they travel.
     pub(crate) precision: Precision,
+    /// What they are quantised to, behind all parts.
+    pub(crate) quantised: Option<Quantization>,
     /// The members whose buffers are summed.
     pub(crate) summed: Range<usize>,
 }
 
 impl Parts {
-    /// Bytes of all parts as they travel.
+    /// Bytes of all parts.
     pub(crate) fn bytes(&self) -> usize {
-        self.count * self.part_bytes()
+        self.range(self.count).start + self.count * self.quantised_bytes()
     }
 
-    fn part_bytes(&self) -> usize {
-        self.numel * self.precision.bytes()
+    fn quantised_bytes(&self) -> usize {
+        self.quantised.map_or(0, |how| how.bytes(self.numel))
     }
 
     fn range(&self, part: usize) -> Range<usize> {
-        part * self.part_bytes()..(part + 1) * self.part_bytes()
+        let bytes = self.numel * self.precision.bytes();
+        part * bytes..(part + 1) * bytes
+    }
+
+    pub(crate) fn quantised_range(&self, part: usize) -> Range<usize> {
+        let (start, bytes) = (self.range(self.count).start, self.quantised_bytes());
+        start + part * bytes..start + (part + 1) * bytes
     }
 
     /// Sums one part of the members' buffers. One that lends nothing counts as zeros.
     pub(crate) fn sum(&self, started: &Started, part: usize, dst: &mut [f32], add: bool) -> Result<()> {
-        let windows = self
-            .summed
-            .clone()
-            .map(|peer| started.window_if_lent(peer, Some(self.range(part))))
-            .collect::<Result<Vec<Option<Window>>>>()?;
-        let missing = if windows.iter().all(Option::is_some) { 0 } else { self.part_bytes() };
+        let windows = |range: Range<usize>| {
+            let peers = self.summed.clone();
+            let window = |peer| started.window_if_lent(peer, Some(range.clone()));
+            peers.map(window).collect::<Result<Vec<Option<Window>>>>()
+        };
+        let travelling = if self.quantised.is_some() { self.quantised_range(part) } else { self.range(part) };
+        let lent = windows(travelling.clone())?;
+        let missing = if lent.iter().all(Option::is_some) { 0 } else { travelling.len() };
+        // As quantised elements, too, these are zeros.
         let missing = vec![0u8; missing];
         let slices: Vec<&[u8]> =
-            windows.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::bytes)).collect();
-        sum_encoded(dst, &slices, self.precision, add);
-        Ok(())
+            lent.iter().map(|w| w.as_ref().map_or(missing.as_slice(), Window::bytes)).collect();
+        let Some(how) = self.quantised else {
+            sum_encoded(dst, &slices, self.precision, add);
+            return Ok(());
+        };
+        let raw_of = |(peer, bytes): (usize, &&[u8])| {
+            if !has_raw(bytes, self.numel) {
+                return Ok(None);
+            }
+            started.window_if_lent(peer, Some(self.range(part)))
+        };
+        let raw: Vec<Option<Window>> = self.summed.clone().zip(&slices).map(raw_of).collect::<Result<_>>()?;
+        let sources = raw.iter().map(|raw| raw.as_ref().map(Window::f32s));
+        let quantised: Vec<(&[u8], Option<&[f32]>)> = slices.into_iter().zip(sources).collect();
+        Ok(sum_quantised(dst, &quantised, how, add)?)
     }
 
-    /// The same where this rank is the only one.
+    /// The same where this rank is the only one: nothing travels.
     fn sum_own(&self, source: Option<&SharedBuffer>, part: usize, dst: &mut [f32], add: bool) {
         match source {
             Some(source) => {
-                let own = &bytemuck::cast_slice::<f32, u8>(source.as_slice())[self.range(part)];
-                sum_encoded(dst, &[own], self.precision, add);
+                sum_encoded(dst, &[&source.as_bytes()[self.range(part)]], self.precision, add);
             }
             None if add => {}
             None => dst.fill(0.0),
@@ -324,6 +347,11 @@ impl PendingReduce {
             None => self.parts.sum_own(self.source.as_ref(), part, dst, add),
         }
         Ok(())
+    }
+
+    /// The unreduced buffer, if this rank contributes one.
+    pub fn source(&self) -> Option<&SharedBuffer> {
+        self.source.as_ref()
     }
 
     /// Tells the peers that this rank has summed what it needs.

@@ -78,11 +78,15 @@ pub enum Purpose {
     ReloadedState,
     /// hpZ: a rank's part of its node's second copy of the parameters.
     SecondaryParameters,
+    /// Gradients and their sums, quantised for their way to other ranks.
+    QuantisedGradients,
+    /// LoCo: what quantisation has taken from gradients.
+    ErrorFeedback,
 }
 
 impl Purpose {
     /// Every purpose, in the order of reports.
-    pub const ALL: [Purpose; 17] = [
+    pub const ALL: [Purpose; 19] = [
         Purpose::Parameters,
         Purpose::OptimizerState,
         Purpose::WeightAverages,
@@ -100,6 +104,8 @@ impl Purpose {
         Purpose::StagedGradient,
         Purpose::ReloadedState,
         Purpose::SecondaryParameters,
+        Purpose::QuantisedGradients,
+        Purpose::ErrorFeedback,
     ];
 
     /// The name used in reports.
@@ -122,6 +128,8 @@ impl Purpose {
             Purpose::ReloadedState => "reloaded state",
             Purpose::HierarchyRelay => "relays between nodes",
             Purpose::SecondaryParameters => "secondary parameters",
+            Purpose::QuantisedGradients => "quantised gradients",
+            Purpose::ErrorFeedback => "error feedback",
         }
     }
 }
@@ -276,8 +284,9 @@ impl PlanInput {
         let units = self.units.iter().map(|unit| (false, unit)).chain([(true, &self.root)]);
         units.flat_map(move |(is_root, unit)| {
             unit.parts().into_iter().enumerate().map(move |(kind, numel)| {
-                let bytes = self.travel(kind).bytes(numel.div_ceil(self.shard_group.max(1)));
-                Part { is_root, bytes: bytes as u64 }
+                let numel = numel.div_ceil(self.shard_group.max(1));
+                let bytes = self.travel(kind).bytes(numel) as u64;
+                Part { is_root, bytes, trained: if TRAINED.contains(&kind) { numel } else { 0 } }
             })
         })
     }
@@ -293,6 +302,8 @@ struct Part {
     is_root: bool,
     /// As it travels.
     bytes: u64,
+    /// Its elements, if they are trained.
+    trained: usize,
 }
 
 /// The bytes of a rank by purpose, and what it sends.
@@ -432,6 +443,7 @@ impl Sizes {
             Purpose::HierarchyRelay => self.relay_bytes(input),
             Purpose::SecondaryParameters => secondary_bytes(input),
             Purpose::StagedParameters => STAGES * (F32 * self.staged_params + self.staged_bytes),
+            Purpose::QuantisedGradients => self.quantised_bytes(input),
             _ => F32 * self.elements(purpose, input),
         }
     }
@@ -473,7 +485,16 @@ impl Sizes {
             Purpose::StagedGradient => self.staged_gradient,
             Purpose::ReloadedState => input.optimizer.reloaded as u64,
             // Counted in bytes.
-            Purpose::HierarchyRelay | Purpose::SecondaryParameters | Purpose::StagedParameters => 0,
+            Purpose::HierarchyRelay
+            | Purpose::SecondaryParameters
+            | Purpose::StagedParameters
+            | Purpose::QuantisedGradients => 0,
+            Purpose::ErrorFeedback if input.wire.error_feedback.is_some() => {
+                let (near, groups) = input.groups();
+                let all = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
+                u64::from(near > 1) * all + u64::from(groups > 1) * all / near
+            }
+            Purpose::ErrorFeedback => 0,
         }
     }
 
@@ -510,10 +531,29 @@ impl Sizes {
         nodes * (sums + gathered)
     }
 
+    /// Codes and scales behind full gradients, and behind relays.
+    fn quantised_bytes(&self, input: &PlanInput) -> u64 {
+        let Some(how) = input.wire.gradients else { return 0 };
+        let (sharers, (near, groups)) = (input.shard_group as u64, input.groups());
+        let whole = |padded: u64| sharers * how.bytes((padded / sharers) as usize) as u64;
+        let units = |kind: usize| -> u64 {
+            if input.unsharded_accumulation {
+                let padded = |unit: &UnitSize| (unit.parts()[kind] as u64).next_multiple_of(sharers);
+                input.units.iter().map(|unit| whole(padded(unit))).sum()
+            } else {
+                whole(self.largest[kind])
+            }
+        };
+        let full: u64 = TRAINED.into_iter().map(|kind| whole(self.root[kind]) + units(kind)).sum();
+        let relay = sharers / near * how.bytes(self.largest_part(input) as usize) as u64;
+        u64::from(near > 1) * full + u64::from(groups > 1) * relay
+    }
+
     fn sent(&self, input: &PlanInput) -> Traffic {
-        let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
-        let reduced = reduce_traffic(once * input.precision.reduce_dtype.bytes() as u64, once * F32, input);
-        let mut sent = reduced * input.reductions() as u64;
+        let mut sent = Traffic::default();
+        for part in input.parts() {
+            sent += reduce_traffic(part.trained, input) * input.reductions() as u64;
+        }
         if input.strategy.is_sharded() {
             let passes =
                 input.schedule.rounds() as u64 * (1 + u64::from(input.strategy.reshards_after_forward()));
@@ -524,6 +564,7 @@ impl Sizes {
             }
         } else {
             // The summed gradient is gathered once, for every rank to update all parameters.
+            let once = sum(TRAINED, &self.root) + sum(TRAINED, &self.units);
             sent += gather_traffic(once * F32 / input.shard_group as u64, (1, 1), input);
         }
         sent
@@ -547,9 +588,14 @@ fn gather_traffic(part: u64, (gathers, fills): (u64, u64), input: &PlanInput) ->
     }
 }
 
-/// What a rank sends when full gradients are summed: of `bytes` inside the groups, and of sums of `sum_bytes` across them.
-fn reduce_traffic(bytes: u64, sum_bytes: u64, input: &PlanInput) -> Traffic {
-    let (sharers, (near, groups)) = (input.shard_group as u64, input.groups());
-    let parts = sharers / near;
-    Traffic { inside: (near - 1) * parts * bytes / sharers, across: (groups - 1) * sum_bytes / sharers }
+/// What a rank sends when the full gradients of a flat parameter are summed, of which a rank keeps a part of `numel`
+/// elements.
+fn reduce_traffic(numel: usize, input: &PlanInput) -> Traffic {
+    let (near, groups) = input.groups();
+    let bytes = |width: usize| input.wire.gradients.map_or(width * numel, |how| how.bytes(numel)) as u64;
+    let parts = input.shard_group as u64 / near;
+    Traffic {
+        inside: (near - 1) * parts * bytes(input.precision.reduce_dtype.bytes()),
+        across: (groups - 1) * bytes(F32 as usize),
+    }
 }

@@ -8,8 +8,9 @@
 use std::ops::Range;
 
 use shardwise_comm::{CommError, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
-use shardwise_core::{Precision, Purpose};
+use shardwise_core::{Precision, Purpose, Quantization, Traffic};
 
+use crate::gradient_wire::{GradientWire, Hop};
 use crate::ledger::Ledger;
 
 /// The ranks that have the same place in their groups, and the sums that this one shows to the others.
@@ -23,29 +24,53 @@ pub(crate) struct Across {
     relay: SharedBuffer,
 }
 
+/// How large the parts of a relay are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RelaySize {
+    /// Elements of the largest.
+    pub(crate) numel: usize,
+    /// What they are quantised to besides.
+    pub(crate) quantised: Option<Quantization>,
+}
+
+impl RelaySize {
+    fn allocate(
+        self,
+        group: &ProcessGroup,
+        parts: usize,
+        (purpose, ledger): (Purpose, &mut Ledger),
+    ) -> Result<SharedBuffer, CommError> {
+        let codes = parts * self.quantised.map_or(0, |how| how.bytes(self.numel));
+        let relay = group.allocate(parts * self.numel + codes / size_of::<f32>())?;
+        ledger.add(purpose, parts * self.numel);
+        if codes > 0 {
+            ledger.add_bytes(Purpose::QuantisedGradients, codes);
+        }
+        Ok(relay)
+    }
+}
+
 impl Across {
-    /// For replicas: this rank keeps the `part`-th of the parts of its group, of at most `numel` elements.
+    /// For replicas: this rank keeps the `part`-th of the parts of its group.
     pub(crate) fn replicas(
         group: ProcessGroup,
         part: usize,
-        numel: usize,
+        size: RelaySize,
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
-        let relay = group.allocate(numel)?;
-        ledger.add(Purpose::ReplicaSum, numel);
+        let relay = size.allocate(&group, 1, (Purpose::ReplicaSum, ledger))?;
         Ok(Self { group, parts: vec![part], own: 0, relay })
     }
 
-    /// For nodes of `size` ranks, of which this is the one at `place`; parts have at most `numel` elements.
+    /// For nodes of `near` ranks, of which this is the one at `place`.
     pub(crate) fn nodes(
         group: ProcessGroup,
-        (size, place): (usize, usize),
-        numel: usize,
+        (near, place): (usize, usize),
+        size: RelaySize,
         ledger: &mut Ledger,
     ) -> Result<Self, CommError> {
-        let parts: Vec<usize> = (0..group.size()).map(|node| node * size + place).collect();
-        let relay = group.allocate(parts.len() * numel)?;
-        ledger.add(Purpose::HierarchyRelay, relay.numel());
+        let parts: Vec<usize> = (0..group.size()).map(|node| node * near + place).collect();
+        let relay = size.allocate(&group, parts.len(), (Purpose::HierarchyRelay, ledger))?;
         Ok(Self { own: group.rank(), group, parts, relay })
     }
 
@@ -57,6 +82,7 @@ impl Across {
         pending: &mut PendingReduce,
         sum: &mut [f32],
         add: bool,
+        wire: Option<&mut GradientWire>,
     ) -> Result<(), CommError> {
         let numel = sum.len();
         let relay = self.relay.writable()?;
@@ -69,8 +95,16 @@ impl Across {
             part_numel: numel,
             parts: self.parts.len(),
             precision: Precision::F32,
+            quantised: wire.as_ref().and_then(|wire| wire.quantised(Hop::Across)),
             summed: 0..self.group.size(),
         };
+        if let Some(wire) = wire {
+            wire.encode(Hop::Across, &how, relay);
+            // Of several parts, each is read by its owner; of one, by all others.
+            let (parts, others, own) = (self.parts.len(), self.group.size() - 1, self.own);
+            let readers = |slot| if parts == 1 { others } else { usize::from(slot != own) };
+            wire.commit(Hop::Across, &how, relay, |slot| Traffic::of(0, readers(slot)))?;
+        }
         self.group.reduce(&how, &self.relay, self.own, sum, add)
     }
 }

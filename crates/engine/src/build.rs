@@ -7,7 +7,7 @@ use shardwise_comm::ProcessGroup;
 use shardwise_core::{FlatLayout, Placement, Purpose, Traffic};
 
 use crate::Result;
-use crate::across::Across;
+use crate::across::{Across, RelaySize};
 use crate::config::EngineConfig;
 use crate::coordinator::Coordinator;
 use crate::engine::{Engine, Phase};
@@ -72,12 +72,12 @@ impl Engine {
     ) -> Result<Self> {
         config.check()?;
         let mut ledger = Ledger::default();
-        let pools = Pools::new(&units, &config);
         let coordinator = Coordinator::new(units.len());
         let rank = group.rank();
         let comm = |source| EngineError::Comm { rank, source };
         let reductions = group.split(0, rank as u64).map_err(comm)?;
         let Groups { shards, node, across, summed } = Groups::split(&group, &config)?;
+        let pools = Pools::new(&units, &config, (shards.size(), summed.len()));
         // What rests elsewhere is gathered in an order of operations of its own: that of the step's loans stays open.
         let staged = if config.offload.parameters.is_away() {
             group.split((rank / shards.size()) as u64, rank as u64).map_err(comm)?
@@ -90,6 +90,7 @@ impl Engine {
             wire: config.wire,
             average: config.ema_decay.is_some(),
             world: group.size(),
+            rank,
             summed,
             placement: Placement::default(),
         };
@@ -190,10 +191,11 @@ impl Engine {
         }
         if let Some(across) = across {
             let parts = self.units.handles().filter(|h| h.is_trainable());
-            let largest = parts.map(|h| h.layout().shard_numel()).max().unwrap_or(0);
+            let numel = parts.map(|h| h.layout().shard_numel()).max().unwrap_or(0);
+            let size = RelaySize { numel, quantised: self.config.wire.gradients };
             let across = match &node {
-                Some(node) => Across::nodes(across, (node.size(), node.rank()), largest, &mut self.ledger),
-                None => Across::replicas(across, self.shards.rank(), largest, &mut self.ledger),
+                Some(node) => Across::nodes(across, (node.size(), node.rank()), size, &mut self.ledger),
+                None => Across::replicas(across, self.shards.rank(), size, &mut self.ledger),
             };
             self.across = Some(self.comm(across)?);
         }

@@ -1,7 +1,7 @@
 //! How an engine trains, what it calls its units, and what it reports of a step.
 
 use serde::{Deserialize, Serialize};
-use shardwise_core::{GatherPolicy, MixedPrecision, Offload, ShardingStrategy, WireConfig};
+use shardwise_core::{GatherPolicy, MixedPrecision, Offload, PlanError, ShardingStrategy, WireConfig};
 
 use crate::Result;
 use crate::error::EngineError;
@@ -126,6 +126,13 @@ impl EngineConfig {
     pub fn check(&self) -> Result<()> {
         self.precision.check(self.loss_scale.is_scaled())?;
         self.wire.check()?;
+        if let (Some(how), true) = (self.wire.gradients, self.precision.reduce_dtype.is_low()) {
+            return Err(EngineError::Plan(PlanError::Wire(format!(
+                "quantized_gradients is {how}, but reduce_dtype is {}; gradients are quantised from f32, which takes fewer \
+                 bytes than either type: leave one of them out",
+                self.precision.reduce_dtype
+            ))));
+        }
         self.offload.check()?;
         self.loss_scale.check().map_err(EngineError::Usage)?;
         self.gather.check()?;
@@ -218,6 +225,8 @@ pub struct StepReport {
     /// What quantisation has taken from this rank's parameters on their way to the computation: the root of the mean squared
     /// error, relative to that of the parameters. 0 when they travel otherwise; what rests in int8 does not count.
     pub weight_error: f64,
+    /// The same of what this rank has shown of gradients in both hops of their reductions.
+    pub gradient_error: f64,
     /// The most bytes of full parameters (root and units) that this rank held at a time.
     pub gathered_bytes_peak: u64,
 }

@@ -203,8 +203,9 @@ impl Engine {
         };
         let partials = max_partials(reductions);
         self.reserve_unsharded_gradients()?;
+        let scale = self.scaler.scale();
         for at in self.units.places() {
-            self.units[at].begin_step();
+            self.units[at].begin_step(self.step + 1, scale);
             let reserved = self.units[at].reserve_away(partials, self.swap.as_mut());
             self.comm(reserved)?;
             if self.in_backward.is_none() {
@@ -477,6 +478,7 @@ impl Engine {
             bytes_sent_across: self.sent.across,
             update_bytes_sent: self.whole.bytes_sent,
             weight_error: self.weight_error(),
+            gradient_error: self.gradient_error(),
             gathered_bytes_peak: self.gathered_bytes_peak,
         })
     }
@@ -485,6 +487,14 @@ impl Engine {
     fn weight_error(&self) -> f64 {
         let mut all = QuantisationError::default();
         self.units.handles().for_each(|handle| all.merge(handle.encoded.error));
+        all.relative()
+    }
+
+    /// What quantisation has taken from the gradients that this rank has shown to others in the step.
+    fn gradient_error(&self) -> f64 {
+        let mut all = QuantisationError::default();
+        let wires = self.units.handles().filter_map(|handle| handle.gradient_wire.as_ref());
+        wires.for_each(|wire| all.merge(wire.error()));
         all.relative()
     }
 

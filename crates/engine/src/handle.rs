@@ -15,6 +15,7 @@ use shardwise_core::{
     seed_for,
 };
 
+use crate::gradient_wire::{GradientWire, Shown};
 use crate::ledger::Ledger;
 use crate::optimizer::ParamRule;
 use crate::optimizer::state::{Kept, UpdateState};
@@ -88,6 +89,8 @@ pub struct FlatParamHandle {
     summed: Range<usize>,
     /// How many such groups there are.
     groups: usize,
+    /// This rank's place in its group.
+    rank_inside: usize,
     /// The elements of the flat parameter that this rank keeps, without padding.
     pub(crate) owned: Range<usize>,
     /// The elements whose gradient this rank sums, without padding: its shard.
@@ -97,6 +100,8 @@ pub struct FlatParamHandle {
     pub(crate) view: Arc<FlatView>,
     pub(crate) state: ParamState,
     pub(crate) gradient: GradientState,
+    /// How it travels, if it is quantised on the way.
+    pub(crate) gradient_wire: Option<Box<GradientWire>>,
     pub(crate) partials: PartialSums,
     /// Whether a gradient has been summed in the current round.
     pub(crate) reduced: bool,
@@ -123,12 +128,24 @@ pub(crate) struct HandleConfig {
     pub(crate) wire: WireConfig,
     /// Whether the average of the parameters is kept.
     pub(crate) average: bool,
-    /// All ranks.
+    /// All ranks, and this one.
     pub(crate) world: usize,
+    pub(crate) rank: usize,
     /// Those whose full gradients this one sums.
     pub(crate) summed: Range<usize>,
     /// What rests elsewhere.
     pub(crate) placement: Placement,
+}
+
+impl HandleConfig {
+    /// What this rank shows to others of a gradient in each hop of its reduction.
+    fn shown(&self, layout: &FlatLayout) -> Shown {
+        let (near, groups) = (self.summed.len(), self.world / self.summed.len());
+        let parts = layout.world_size() / near;
+        let inside = if near > 1 { layout.padded_numel() } else { 0 };
+        let across = if groups > 1 { parts * layout.shard_numel() } else { 0 };
+        Shown { inside, across }
+    }
 }
 
 /// Where a gather finds the parameters.
@@ -198,6 +215,14 @@ impl FlatParamHandle {
         let view = Arc::new(FlatView::new(layout.unit(), layout.numel()));
         let resident = whole && travel.is_exact() && !away.parameters;
         let state = if resident { ParamState::Resident } else { ParamState::Sharded };
+        let gradient_wire = if layout.requires_grad() {
+            let shown = config.shown(&layout);
+            GradientWire::new(&config.wire, config.rank, shown, |numel| {
+                ledger.add(Purpose::ErrorFeedback, numel)
+            })?
+        } else {
+            None
+        };
         Ok(Self {
             layout,
             precision: MixedPrecision { param_dtype, ..config.precision },
@@ -209,12 +234,14 @@ impl FlatParamHandle {
             readers: if whole { 0 } else { group.size() - 1 },
             summed: config.summed.clone(),
             groups: config.world / config.summed.len(),
+            rank_inside: config.rank - config.summed.start,
             owned,
             shard,
             span: start..start + room,
             view,
             state,
             gradient: GradientState::Absent,
+            gradient_wire,
             partials: PartialSums::default(),
             reduced: false,
             used: Vec::new(),

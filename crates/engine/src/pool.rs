@@ -1,7 +1,7 @@
 //! Buffers that are used again and again: allocated when first needed, never given back during a run.
 
 use shardwise_comm::{GatherTarget, HostBuffer, SharedBuffer};
-use shardwise_core::{FlatLayout, Purpose};
+use shardwise_core::{FlatLayout, Purpose, Quantization};
 
 use crate::config::{Accumulation, EngineConfig};
 use crate::ledger::Ledger;
@@ -12,28 +12,66 @@ pub(crate) struct Pool<B> {
     purpose: Purpose,
     /// No buffer is allocated smaller, so that any unit can use any of them.
     least_numel: usize,
+    /// What is kept of each part behind all parts, and how many there are.
+    quantised: Option<(Quantization, usize)>,
     free: Vec<B>,
 }
 
 impl<B: GatherTarget> Pool<B> {
     pub(crate) fn new(purpose: Purpose, least_numel: usize) -> Self {
-        Self { purpose, least_numel, free: Vec::new() }
+        Self { purpose, least_numel, quantised: None, free: Vec::new() }
     }
 
-    /// The smallest free buffer with at least `numel` elements, or a new one from `allocate`.
+    /// The same, with room for quantised parts behind all parts.
+    fn quantised(self, quantised: Option<(Quantization, usize)>) -> Self {
+        Self { quantised, ..self }
+    }
+
+    /// f32 words behind `numel` elements.
+    fn words_behind(&self, numel: usize) -> usize {
+        self.quantised.map_or(0, |(how, parts)| parts * how.bytes(numel / parts) / size_of::<f32>())
+    }
+
+    /// The smallest free buffer with room for at least `numel` elements, or a new one from `allocate`.
     pub(crate) fn take<E>(
         &mut self,
         numel: usize,
         ledger: &mut Ledger,
         allocate: impl FnOnce(usize) -> Result<B, E>,
     ) -> Result<B, E> {
-        let fitting = self.free.iter().enumerate().filter(|(_, b)| b.numel() >= numel);
+        let words = numel + self.words_behind(numel);
+        let fitting = self.free.iter().enumerate().filter(|(_, b)| b.numel() >= words);
         if let Some((index, _)) = fitting.min_by_key(|(_, b)| b.numel()) {
             return Ok(self.free.swap_remove(index));
         }
+        self.allocate(numel, ledger, allocate)
+    }
+
+    /// Adds a free buffer with room for `numel` elements.
+    pub(crate) fn add<E>(
+        &mut self,
+        numel: usize,
+        ledger: &mut Ledger,
+        allocate: impl FnOnce(usize) -> Result<B, E>,
+    ) -> Result<(), E> {
+        let buffer = self.allocate(numel, ledger, allocate)?;
+        self.free.push(buffer);
+        Ok(())
+    }
+
+    fn allocate<E>(
+        &self,
+        numel: usize,
+        ledger: &mut Ledger,
+        allocate: impl FnOnce(usize) -> Result<B, E>,
+    ) -> Result<B, E> {
         let numel = numel.max(self.least_numel);
-        let buffer = allocate(numel)?;
+        let behind = self.words_behind(numel);
+        let buffer = allocate(numel + behind)?;
         ledger.add(self.purpose, numel);
+        if behind > 0 {
+            ledger.add(Purpose::QuantisedGradients, behind);
+        }
         Ok(buffer)
     }
 
@@ -43,7 +81,7 @@ impl<B: GatherTarget> Pool<B> {
 
     /// Whether [`Pool::take`] needs no allocation.
     pub(crate) fn has(&self, numel: usize) -> bool {
-        self.free.iter().any(|b| b.numel() >= numel)
+        self.free.iter().any(|b| b.numel() >= numel + self.words_behind(numel))
     }
 }
 
@@ -82,8 +120,13 @@ pub(crate) struct Pools {
 }
 
 impl Pools {
-    /// For units of these layouts.
-    pub(crate) fn new(units: &[Vec<FlatLayout>], config: &EngineConfig) -> Self {
+    /// For units of these layouts, of which so many ranks share one copy, and so many sum each other's gradients.
+    pub(crate) fn new(
+        units: &[Vec<FlatLayout>],
+        config: &EngineConfig,
+        (sharers, summing): (usize, usize),
+    ) -> Self {
+        let quantised = config.wire.gradients.filter(|_| summing > 1).map(|how| (how, sharers));
         let largest = |kind: PartKind| {
             let parts = units.iter().flatten().filter(|layout| PartKind::of(layout) == kind);
             parts.map(FlatLayout::padded_numel).max().unwrap_or(0)
@@ -94,8 +137,9 @@ impl Pools {
         Self {
             root_params: Pool::new(Purpose::GatheredRoot, 0),
             unit_params: PartKind::ALL.map(|kind| Pool::new(Purpose::GatheredUnits, slot(kind))),
-            root_gradient: Pool::new(Purpose::RootGradient, 0),
-            unit_gradient: PartKind::ALL.map(|kind| Pool::new(Purpose::UnitGradient, gradient(kind))),
+            root_gradient: Pool::new(Purpose::RootGradient, 0).quantised(quantised),
+            unit_gradient: PartKind::ALL
+                .map(|kind| Pool::new(Purpose::UnitGradient, gradient(kind)).quantised(quantised)),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Reductions, the norm and the update: the part of the engine that moves gradients.
 
 use shardwise_comm::{PendingReduce, SharedBuffer};
-use shardwise_core::{Purpose, pre_divisor};
+use shardwise_core::pre_divisor;
 
 use crate::Result;
 use crate::config::{Accumulation, Divisor, MAX_SKIPS, NonFinite, NonFiniteElement, UnitId};
@@ -118,6 +118,7 @@ impl Engine {
             self.pools.gradient(at.unit.is_root(), self.units[at].kind()).give(buffer);
         }
         self.note(at.unit, EventKind::Reduced);
+        self.sent += self.units[at].raw_traffic();
         self.comm(result)?;
         self.update_in_backward(at)
     }
@@ -192,11 +193,10 @@ impl Engine {
         }
         for at in self.units.places() {
             if !at.unit.is_root() && self.units[at].is_trainable() {
-                let buffer = self.group.allocate(self.units[at].layout().padded_numel());
-                let buffer = self.comm(buffer)?;
-                self.ledger.add(Purpose::UnitGradient, buffer.numel());
-                let kind = self.units[at].kind();
-                self.pools.gradient(false, kind).give(buffer);
+                let (numel, kind) = (self.units[at].layout().padded_numel(), self.units[at].kind());
+                let pool = self.pools.gradient(false, kind);
+                let added = pool.add(numel, &mut self.ledger, |numel| self.group.allocate(numel));
+                self.comm(added)?;
             }
         }
         self.unsharded_reserved = true;
@@ -286,6 +286,7 @@ impl Engine {
         }
         let element = self.non_finite()?;
         self.skips += 1;
+        self.units.handles_mut().for_each(FlatParamHandle::forget_errors);
         if self.config.non_finite == NonFinite::Skip || adapts {
             if self.skips < MAX_SKIPS {
                 return Ok((norm, Some(element)));

@@ -5,7 +5,7 @@ mod common;
 use common::{ADAMW, DEADLINE, Reference, Toy, compute_step, config, full, full_params, train};
 use shardwise_comm::testing::delaying;
 use shardwise_comm::threads;
-use shardwise_core::{MixedPrecision, Precision, ShardingStrategy, WireConfig};
+use shardwise_core::{MixedPrecision, Precision, Quantization, ShardingStrategy, WireConfig};
 use shardwise_engine::{Accumulation, EngineConfig, EngineError, StepReport, UnitId};
 
 use ShardingStrategy::{FullShard, HybridShard, NoShard, ShardGradOp};
@@ -260,6 +260,52 @@ fn branching_ranks_sum_in_two_hops() {
         let want = run(world, plain, None);
         for seed in 0..4 {
             assert_eq!(run(world, with_nodes(plain, node), Some(seed)), want, "{world} {node}");
+        }
+    }
+}
+
+/// qwZ: what enters a node is quantised once, by the rank that has it, and arrives as without nodes; blocks that cannot be
+/// quantised too, which are never kept.
+#[test]
+fn quantised_weights_arrive_through_nodes() {
+    let toy =
+        Toy { units: vec![vec![vec![1500]]; 2], frozen: vec![vec![300]], last_unused: false, ..Toy::new(2) };
+    let run = |world: usize, wire: WireConfig, tiny: bool| {
+        threads::run(world, DEADLINE, |group| {
+            let mut engine = toy.engine(group, EngineConfig { wire, ..config(FullShard, ADAMW) });
+            let owned = engine.parts(UnitId::unit(0))[0].owned().len();
+            if tiny {
+                let fill = |params: &mut [f32]| params.iter_mut().for_each(|p| *p = 1e-41);
+                engine.edit_owned(UnitId::unit(0), 0, 0..owned.min(256), fill).expect("idle");
+            }
+            let mut seen = Vec::new();
+            for _ in 0..2 {
+                let report = compute_step(&mut engine, 2 * world, 0.05).expect("a step");
+                assert_eq!(
+                    engine.secondary(UnitId::unit(0), 0).is_some(),
+                    wire.keeps_secondary() && !(tiny && seen.is_empty())
+                );
+                seen.push((report.bytes_sent, report.bytes_sent_across));
+            }
+            (full_params(&mut engine), seen)
+        })
+        .expect("a world")
+    };
+    for weights in [Quantization::Int8, Quantization::Int4].map(Some) {
+        for frozen_weights in [false, true] {
+            let wire = WireConfig { weights, frozen_weights, ..WireConfig::default() };
+            for (world, node) in [(2, 1), (4, 2), (8, 4)] {
+                let nodes = WireConfig { node_size: Some(node), ..wire };
+                let hpz = WireConfig { secondary_partition: Some(node), ..wire };
+                for tiny in [false, true] {
+                    let want = run(world, wire, tiny);
+                    for through in [nodes, hpz] {
+                        for ((got, _), (want, _)) in run(world, through, tiny).iter().zip(&want) {
+                            assert!(got == want, "{world} {node} {through:?} {tiny}");
+                        }
+                    }
+                }
+            }
         }
     }
 }

@@ -5,8 +5,8 @@ mod common;
 use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, ShardingStrategy,
-    StepSchedule, Tier, UnitSize, WireConfig,
+    ErrorFeedback, FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose,
+    Quantization, ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
 };
 use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
 
@@ -153,6 +153,40 @@ fn nodes_have_their_own_formulas() {
                         let config = EngineConfig { wire, precision, accumulation, ..base };
                         check_plan(&toy, ranks, 2 * ranks, config);
                     }
+                }
+            }
+        }
+    }
+}
+
+/// Quantised gradients and their errors: groups, nodes, neither.
+#[test]
+fn quantised_gradients_have_their_own_formulas() {
+    use ShardingStrategy::{FullShard, HybridShard, NoShard, ShardGradOp};
+    let toy = Toy { frozen: vec![vec![4, 2]], low: vec![vec![5, 2], vec![1]], ..Toy::new(3) };
+    let feedback = Some(ErrorFeedback::default());
+    for (ranks, node_size) in [(1, None), (2, Some(1)), (3, None), (4, Some(2)), (8, Some(4))] {
+        for (strategy, shard_group) in
+            [(FullShard, None), (ShardGradOp, None), (NoShard, None), (HybridShard, node_size)]
+        {
+            if strategy == HybridShard && shard_group.is_none() {
+                continue;
+            }
+            for (gradients, error_feedback) in [(Quantization::Int4, None), (Quantization::Int8, feedback)] {
+                for accumulation in [Accumulation::Sharded, Accumulation::Unsharded] {
+                    let (gradients, weights) = (Some(gradients), error_feedback.map(|_| Quantization::Int8));
+                    let secondary_partition = node_size;
+                    let wire = WireConfig {
+                        weights,
+                        gradients,
+                        error_feedback,
+                        node_size,
+                        secondary_partition,
+                        ..WireConfig::default()
+                    };
+                    let base = config(strategy, ADAMW);
+                    let config = EngineConfig { wire, shard_group, accumulation, ..base };
+                    check_plan(&toy, ranks, 2 * ranks, config);
                 }
             }
         }

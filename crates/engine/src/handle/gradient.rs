@@ -2,10 +2,11 @@
 
 use shardwise_comm::codec::{pack, round, unpack};
 use shardwise_comm::{CommError, PendingReduce, ProcessGroup, ReduceScatter, SharedBuffer};
-use shardwise_core::{Purpose, ShardMetadata, Traffic};
+use shardwise_core::{Purpose, Quantization, ShardMetadata, Traffic};
 
 use super::{FlatParamHandle, GradientState};
 use crate::across::Across;
+use crate::gradient_wire::Hop;
 use crate::ledger::Ledger;
 use crate::norm::{Norm, PartialNorm};
 use crate::optimizer::state::Kept;
@@ -45,9 +46,15 @@ impl FlatParamHandle {
         for (param, _) in self.layout.params().iter().zip(&written).filter(|(_, written)| !**written) {
             flat[param.range()].fill(0.0);
         }
-        let padding = if cfg!(debug_assertions) { f32::NAN } else { 0.0 };
+        // Whoever reads padding gets NaN, but blocks that are quantised must not.
+        let poisons = cfg!(debug_assertions) && self.gradient_wire.is_none();
+        let padding = if poisons { f32::NAN } else { 0.0 };
         flat[self.layout.numel()..self.layout.padded_numel()].fill(padding);
         pack(flat, self.layout.padded_numel(), pre_divisor, self.precision.reduce_dtype);
+        if let Some(mut wire) = self.gradient_wire.take() {
+            wire.encode(Hop::Inside, &self.how_inside(wire.quantised(Hop::Inside)), flat);
+            self.gradient_wire = Some(wire);
+        }
         self.gradient = if defer {
             GradientState::Deferred(buffer)
         } else {
@@ -56,12 +63,15 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Forgets which parameters have been used.
-    pub(crate) fn begin_step(&mut self) {
+    /// Begins a step whose losses are multiplied by `scale`: forgets which parameters have been used.
+    pub(crate) fn begin_step(&mut self, step: u64, scale: f64) {
         if let Some(resting) = &mut self.resting {
             resting.settle();
         }
         self.used.clear();
+        if let Some(wire) = &mut self.gradient_wire {
+            wire.begin_step(step, scale);
+        }
     }
 
     /// Makes sure that `partials` sums can rest elsewhere, if they do.
@@ -84,14 +94,33 @@ impl FlatParamHandle {
 
     /// Starts a reduction to which this rank contributes `source`, or zeros.
     pub(crate) fn reduction(&self, group: &ProcessGroup, source: Option<SharedBuffer>) -> PendingReduce {
-        let how = ReduceScatter {
+        let quantised = self.gradient_wire.as_ref().and_then(|wire| wire.quantised(Hop::Inside));
+        group.start_reduction(&self.how_inside(quantised), source)
+    }
+
+    /// The first hop of a reduction.
+    fn how_inside(&self, quantised: Option<Quantization>) -> ReduceScatter<'_> {
+        ReduceScatter {
             label: self.layout.unit(),
             part_numel: self.layout.shard_numel(),
             parts: self.layout.world_size(),
             precision: self.precision.reduce_dtype,
+            quantised,
             summed: self.summed.clone(),
-        };
-        group.start_reduction(&how, source)
+        }
+    }
+
+    /// Learns what quantisation takes from this rank's gradient, which is about to be summed.
+    pub(crate) fn commit(&mut self, pending: &PendingReduce) -> Result<(), CommError> {
+        let Some(source) = pending.source() else { return Ok(()) };
+        let Some(mut wire) = self.gradient_wire.take() else { return Ok(()) };
+        let how = self.how_inside(wire.quantised(Hop::Inside));
+        let (near, own) = (self.summed.len(), self.rank_inside);
+        // The others of the group sum parts that this rank does not.
+        let readers = |part: usize| Traffic::of(usize::from(part % near != own), 0);
+        let learned = wire.commit(Hop::Inside, &how, source.as_slice(), readers);
+        self.gradient_wire = Some(wire);
+        learned
     }
 
     /// Whether the peers reduce the same unit now; true when this rank reduces none.
@@ -129,6 +158,7 @@ impl FlatParamHandle {
 
     /// Drops whatever has been summed.
     pub(crate) fn abandon_gradient(&mut self) {
+        self.forget_errors();
         // Buffers that peers might still read are given up with an error; the world has failed then.
         if let Ok(Some(sum)) = self.partials.finish() {
             self.partials.give_back(sum);
@@ -136,6 +166,13 @@ impl FlatParamHandle {
         self.discard_gradient();
         if let Some(state) = &mut self.away.state {
             state.sums.abandon();
+        }
+    }
+
+    /// Forgets what quantisation has taken from gradients: those of the step were not finite, or it could not be ended.
+    pub(crate) fn forget_errors(&mut self) {
+        if let Some(wire) = &mut self.gradient_wire {
+            wire.forget();
         }
     }
 
@@ -158,14 +195,18 @@ impl FlatParamHandle {
     ) -> (Option<SharedBuffer>, Result<(), CommError>) {
         self.reduced = true;
         let numel = self.layout.shard_numel();
+        let learned = self.commit(&pending);
+        let wire = &mut self.gradient_wire;
         let result = match across {
             None => self.partials.take_in(|sum, add| pending.sum_into(&mut sum[..numel], add)),
             Some(across) => {
                 let label = self.layout.unit();
-                self.partials.take_in(|sum, add| across.sum(label, &mut pending, &mut sum[..numel], add))
+                self.partials.take_in(|sum, add| {
+                    across.sum(label, &mut pending, &mut sum[..numel], add, wire.as_deref_mut())
+                })
             }
         };
-        (pending.into_source(), result)
+        (pending.into_source(), learned.and(result))
     }
 
     /// Takes the reduction that is under way.
@@ -349,10 +390,19 @@ impl FlatParamHandle {
     /// Bytes that this rank sends in one reduction: parts to each peer of its group, its sums to the other groups.
     pub(crate) fn reduce_traffic(&self) -> Traffic {
         let (part, near) = (self.layout.shard_numel(), self.summed.len());
+        let bytes = |hop, exact: usize| {
+            let quantised = self.gradient_wire.as_ref().and_then(|wire| wire.quantised(hop));
+            quantised.map_or(part * exact, |how| how.bytes(part))
+        };
         // With nodes a peer sums the parts of all ranks that have its place.
         let parts = self.layout.world_size() / near;
-        let inside = (near - 1) * parts * part * self.precision.reduce_dtype.bytes();
-        Traffic::of(inside, (self.groups - 1) * part * size_of::<f32>())
+        let inside = (near - 1) * parts * bytes(Hop::Inside, self.precision.reduce_dtype.bytes());
+        Traffic::of(inside, (self.groups - 1) * bytes(Hop::Across, size_of::<f32>()))
+    }
+
+    /// Notes that the gradient has been summed, and returns the bytes of it that could not be quantised on their way.
+    pub(crate) fn raw_traffic(&mut self) -> Traffic {
+        self.gradient_wire.as_mut().map_or_else(Traffic::default, |wire| wire.summed())
     }
 
     /// Bytes that this rank sends when the summed gradient is gathered: its part, to each peer.

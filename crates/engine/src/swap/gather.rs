@@ -229,15 +229,17 @@ impl FlatParamHandle {
         (swap, stage): (&mut Swap, &mut SharedBuffer),
     ) -> (Option<SharedBuffer>, Moved<()>) {
         self.reduced = true;
+        let learned = self.commit(&pending);
+        let wire = &mut self.gradient_wire;
         let (numel, label) = (self.layout.shard_numel(), self.layout.unit());
         let Some(state) = self.away.state.as_mut() else { return (pending.into_source(), Ok(())) };
         let summed = stage.writable().map_err(Into::into).and_then(|stage| {
             state.sums.take_in(swap, &mut stage[..numel], |sum, add| match across {
                 None => Ok(pending.sum_into(sum, add)?),
-                Some(across) => Ok(across.sum(label, &mut pending, sum, add)?),
+                Some(across) => Ok(across.sum(label, &mut pending, sum, add, wire.as_deref_mut())?),
             })
         });
-        (pending.into_source(), summed)
+        (pending.into_source(), learned.map_err(Into::into).and(summed))
     }
 
     /// Measures what the staging buffer holds, if it is all that the step has summed so far.

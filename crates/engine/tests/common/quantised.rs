@@ -5,7 +5,7 @@ use shardwise_engine::EngineConfig;
 
 use super::rounded;
 
-const BLOCK: usize = 256;
+pub const BLOCK: usize = 256;
 
 /// The parts into which a flat parameter of `numel` elements is cut for `ranks` ranks: one where a rank has all of it.
 pub fn cuts(layout: &FlatLayout, config: &EngineConfig, ranks: usize) -> Vec<std::ops::Range<usize>> {
@@ -44,7 +44,7 @@ fn cut_and_quantised(values: &[f32], cuts: &[std::ops::Range<usize>], how: Quant
 }
 
 /// Symmetric, to the nearest, ties to even; the scale has 16 bits of significand.
-fn of_block(block: &[f32], how: Quantization) -> Vec<f32> {
+pub fn of_block(block: &[f32], how: Quantization) -> Vec<f32> {
     let largest = block.iter().fold(0f32, |max, x| max.max(x.abs()));
     let scale = f32::from_bits((largest / f32::from(how.levels())).to_bits() & !0xff);
     if block.iter().any(|x| !x.is_finite()) || (largest > 0.0 && scale < f32::MIN_POSITIVE) {
