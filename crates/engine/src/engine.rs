@@ -551,9 +551,12 @@ impl Engine {
     }
 
     pub(crate) fn keep_failure(&mut self, result: Result<()>) {
-        if let Err(error) = result {
-            // Only the first counts: later ones follow from it.
-            let _ = self.failure.set(error);
+        let Err(error) = result else { return };
+        // What the others do not know from the transport they would wait for, in an operation that never comes.
+        let own = !matches!(&error, EngineError::Comm { source, .. } if !matches!(source, CommError::System { .. }));
+        // Only the first counts: later ones follow from it.
+        if self.failure.set(error.clone()).is_ok() && own {
+            self.tell_others(&error);
         }
     }
 }

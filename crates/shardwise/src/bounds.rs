@@ -87,12 +87,21 @@ pub(crate) fn check_memory(model: &ModelConfig, samples: usize, seq_len: usize) 
 
 /// Memory and swap of this machine.
 pub(crate) fn machine_bytes() -> Option<u64> {
+    meminfo("MemTotal:", "SwapTotal:")
+}
+
+/// Memory and swap that are not in use.
+pub(crate) fn available_bytes() -> Option<u64> {
+    meminfo("MemAvailable:", "SwapFree:")
+}
+
+fn meminfo(memory: &str, swap: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kibibytes = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
         line.split_whitespace().next()?.parse::<u64>().ok()
     };
-    Some((kibibytes("MemTotal:")? + kibibytes("SwapTotal:").unwrap_or(0)) * 1024)
+    Some((kibibytes(memory)? + kibibytes(swap).unwrap_or(0)) * 1024)
 }
 
 /// An option that counts from 1.

@@ -5,6 +5,7 @@ use std::fmt::Display;
 use shardwise_burn::ShardError;
 use shardwise_comm::CommError;
 use shardwise_core::{LayoutError, PlanError};
+use shardwise_engine::EngineError;
 use shardwise_models::ModelError;
 use shardwise_tier::TierError;
 use thiserror::Error;
@@ -94,6 +95,8 @@ impl From<ShardError> for RunError {
     fn from(error: ShardError) -> Self {
         match error {
             ShardError::Comm(error) => error.into(),
+            ShardError::Engine(EngineError::Plan(error)) => error.into(),
+            ShardError::Engine(EngineError::Tier { source, .. }) => source.into(),
             ShardError::Engine(_) => Self::failed(error),
             _ => Self::user(error),
         }

@@ -44,6 +44,7 @@ pub mod output;
 pub mod plan;
 pub mod report;
 mod suggest;
+mod tiers;
 pub mod train;
 pub mod world;
 

@@ -1,7 +1,6 @@
 //! `plan`: what each rank will hold and send, before anything is allocated.
 
-use burn::tensor::Device;
-use shardwise_burn::{ShardError, model_layouts};
+use shardwise_burn::ShardError;
 use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule, UnitSize};
 use shardwise_engine::ParamGroups;
 
@@ -14,6 +13,7 @@ use crate::dataset;
 use crate::error::RunError;
 use crate::output::print;
 use crate::report::{bytes, counted, table, thousands};
+use crate::tiers;
 
 /// Prints the plan of a configuration; returns the exit code.
 ///
@@ -80,8 +80,8 @@ impl Outline {
 
 fn describe(config: &Config) -> Result<String, RunError> {
     let Outline { model, warnings, schedule, seq_len } = Outline::of(config)?;
-    let group = config.engine().shard_group_size(config.run.ranks).map_err(RunError::user)?;
-    let layouts = model_layouts(&model.init(&Device::flex().autodiff()).map_err(RunError::user)?, group)?;
+    let layouts = tiers::layouts(config, &model)?;
+    tiers::check(config, &layouts)?;
     let plan = memory_plan(config, &layouts)?;
     let parameters: usize = layouts.iter().map(FlatLayout::numel).sum();
     let mut text = String::new();
@@ -113,7 +113,14 @@ fn describe(config: &Config) -> Result<String, RunError> {
     rows.push(vec!["all of it, at the peak".into(), thousands(plan.total()), bytes(plan.total())]);
     let sent = plan.sent_per_step();
     rows.push(vec!["and send per step".into(), thousands(sent), bytes(sent)]);
+    let across = plan.sent_across_per_step();
+    if across > 0 {
+        rows.push(vec!["of that across nodes".into(), thousands(across), bytes(across)]);
+    }
     text.push_str(&table(&rows));
+    if let Some((rows, pool)) = tiers::describe(config, &layouts, &plan)? {
+        text.push_str(&format!("\n{}\n{pool}\n", table(&rows)));
+    }
     let tensor = |sizes: &[usize]| {
         sizes.iter().fold(size_of::<f32>() as u64, |product, n| product.saturating_mul(*n as u64))
     };

@@ -24,7 +24,7 @@ use crate::report::{
     write_whole,
 };
 use crate::world::{on_own_threads, run_ranks};
-use crate::{bounds, dataset, export};
+use crate::{bounds, dataset, export, tiers};
 
 /// Tokens of the text that a finished run shows, and of the data that it continues.
 const SAMPLE_TOKENS: usize = 200;
@@ -49,6 +49,9 @@ impl Job {
         let Outline { model, mut warnings, schedule, seq_len } = Outline::of(config)?;
         bounds::check_memory(&model, config.train.micro_batch, seq_len)
             .map_err(|e| RunError::user(format!("{e}; lower train.micro_batch or data.seq_len")))?;
+        if config.engine().offload.is_any() {
+            tiers::check(config, &tiers::layouts(config, &model)?)?;
+        }
         let weights = match config.init_from()? {
             None => None,
             Some(folder) => {
