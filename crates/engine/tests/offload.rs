@@ -5,7 +5,7 @@ mod common;
 use common::check::{check, precision};
 use common::given::{Given, Run};
 use common::{ADAFACTOR, ADAM, ADAMW, LION, MOMENTUM, SGD, Toy, config, train};
-use shardwise_core::{Offload, Quantization, Rounding, ShardingStrategy, Tier, WireConfig};
+use shardwise_core::{ErrorFeedback, Offload, Quantization, Rounding, ShardingStrategy, Tier, WireConfig};
 use shardwise_engine::{Accumulation, EngineConfig, OptimizerConfig, ParamGroups, StepReport};
 
 /// Tiles of 1024 elements, so that a parameter of some thousands has several; nothing is too small to go.
@@ -128,6 +128,14 @@ fn with_quantised_wires_and_nodes() {
         WireConfig {
             secondary_partition: Some(2),
             weights: Some(Quantization::Int8),
+            ..WireConfig::default()
+        },
+        WireConfig { gradients: Some(Quantization::Int4), ..WireConfig::default() },
+        WireConfig {
+            secondary_partition: Some(2),
+            weights: Some(Quantization::Int8),
+            gradients: Some(Quantization::Int4),
+            error_feedback: Some(ErrorFeedback::default()),
             ..WireConfig::default()
         },
     ];

@@ -78,7 +78,8 @@ pub(crate) fn check(config: &Config, layouts: &[FlatLayout]) -> Result<(), RunEr
     let resting = Resting::of(config, layouts, &plan)?;
     let ranks = config.run.ranks as u64;
     let in_files = ranks * resting.on(Tier::Nvme, &offload);
-    if let Some((path, free)) = config.offload.path.as_deref().and_then(|path| Some((path, free_bytes(path)?)))
+    if let Some((path, free)) =
+        config.offload.path.as_deref().and_then(|path| Some((path, free_bytes(path)?)))
         && offload.uses_files()
         && in_files > free
     {
