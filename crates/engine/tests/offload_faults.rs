@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{ADAMW, DEADLINE, Toy, compute_step, config, full_params, place};
 use shardwise_comm::threads;
 use shardwise_core::{Offload, ShardingStrategy, Tier};
-use shardwise_engine::{Engine, EngineConfig, EngineError, SwapPlace};
+use shardwise_engine::{Engine, EngineConfig, EngineError, SwapPlace, UnitId};
 use shardwise_tier::testing::{Fault, Faults};
 use shardwise_tier::{IoConfig, IoMethod};
 
@@ -210,9 +210,16 @@ fn two_models_of_one_run() {
 /// K2: descriptors and bytes stay flat over a thousand swaps, and what is read overlaps with what computes (K8).
 #[test]
 fn descriptors_and_bytes_stay_flat() {
+    let folder = scratch("offload-flat");
     threads::run(1, DEADLINE, |group| {
-        let mut engine = toy().engine(group, on_disk());
-        let descriptors = || std::fs::read_dir("/proc/self/fd").expect("a list").count();
+        let at = place_with(&folder, &Faults::new(), IoMethod::Auto);
+        let mut engine = toy().engine_at(group, on_disk(), Some(&at)).expect("an engine");
+        // Other tests have theirs in the same process.
+        let ours = |link: &std::path::PathBuf| link.starts_with(&folder);
+        let descriptors = || {
+            let links = std::fs::read_dir("/proc/self/fd").expect("a list").flatten();
+            links.filter_map(|link| std::fs::read_link(link.path()).ok()).filter(ours).count()
+        };
         (0..2).for_each(|_| drop(compute_step(&mut engine, 2, 0.01).expect("a step")));
         let (fds, ledger, mut last) = (descriptors(), engine.ledger().clone(), engine.tier_traffic().nvme);
         let mut per_step = Vec::new();
@@ -224,8 +231,33 @@ fn descriptors_and_bytes_stay_flat() {
         }
         assert!(per_step.iter().all(|bytes| *bytes == per_step[0]), "{per_step:?}");
         assert!(last.reads + last.writes > 1000);
-        assert!(descriptors() <= fds, "descriptors grow");
+        assert_eq!(descriptors(), fds);
+        assert!(fds > 0);
         assert_eq!(engine.ledger(), &ledger);
     })
     .expect("a world");
+    std::fs::remove_dir(&folder).expect("nothing is left behind");
+}
+
+/// Gathers of what rests elsewhere are collectives in the order of use: ranks that use different units are told so, at
+/// once and all of them.
+#[test]
+fn ranks_that_use_different_units_are_named() {
+    let errors = threads::run(2, DEADLINE, |group| {
+        let rank = group.rank();
+        let mut engine = toy().engine(group, on_disk());
+        engine.begin_step(2).expect("idle");
+        engine.begin_round().expect("a round");
+        let unit = UnitId::unit(rank);
+        engine.enter_forward(unit);
+        engine.leave_forward(unit);
+        engine.enter_backward(unit);
+        engine.leave_backward(unit);
+        engine.end_round().expect_err("different units").to_string()
+    })
+    .expect("a world");
+    for text in errors {
+        assert!(text.contains("rank 0") && text.contains("rank 1"), "{text}");
+        assert!(text.contains("blocks.0") && text.contains("blocks.1"), "{text}");
+    }
 }
