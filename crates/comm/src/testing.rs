@@ -19,7 +19,8 @@ use crate::transport::{Channel, Lend, Transport, Window};
 /// What a test transport does around the calls that it passes on.
 trait Probe: std::fmt::Debug + Send + Sync {
     fn before_start(&self, _fingerprint: &Fingerprint, _lent_bytes: usize) {}
-    fn after_window(&self, _fingerprint: &Fingerprint, _is_own: bool, _bytes: usize) {}
+    /// After reading bytes that a world rank lends; `None` for this rank itself.
+    fn after_window(&self, _fingerprint: &Fingerprint, _lender: Option<usize>, _bytes: usize) {}
     fn before_completion(&self) {}
 }
 
@@ -38,17 +39,32 @@ pub struct Count {
 
 /// What a rank has asked of its transport, by kind and label of the operation.
 #[derive(Debug, Clone, Default)]
-pub struct Counter(Arc<Mutex<BTreeMap<(&'static str, String), Count>>>);
+pub struct Counter(Arc<Mutex<Counts>>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    by_label: BTreeMap<(&'static str, String), Count>,
+    by_lender: BTreeMap<(String, usize), usize>,
+}
 
 impl Counter {
     /// Takes the counts since the last call.
     pub fn take(&self) -> BTreeMap<(&'static str, String), Count> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.lock().by_label)
+    }
+
+    /// Takes the bytes read since the last call, by the operation's label and the world rank of who lent them.
+    pub fn take_by_lender(&self) -> BTreeMap<(String, usize), usize> {
+        std::mem::take(&mut self.lock().by_lender)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Counts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note(&self, fingerprint: &Fingerprint, change: impl FnOnce(&mut Count)) {
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        change(counts.entry((fingerprint.kind.name(), fingerprint.label.clone())).or_default());
+        let key = (fingerprint.kind.name(), fingerprint.label.clone());
+        change(self.lock().by_label.entry(key).or_default());
     }
 }
 
@@ -60,13 +76,13 @@ impl Probe for Counter {
         });
     }
 
-    fn after_window(&self, fingerprint: &Fingerprint, is_own: bool, bytes: usize) {
-        if !is_own {
-            self.note(fingerprint, |count| {
-                count.reads += 1;
-                count.read_bytes += bytes;
-            });
-        }
+    fn after_window(&self, fingerprint: &Fingerprint, lender: Option<usize>, bytes: usize) {
+        let Some(lender) = lender else { return };
+        self.note(fingerprint, |count| {
+            count.reads += 1;
+            count.read_bytes += bytes;
+        });
+        *self.lock().by_lender.entry((fingerprint.label.clone(), lender)).or_default() += bytes;
     }
 }
 
@@ -96,7 +112,7 @@ impl Probe for Delays {
         self.pause();
     }
 
-    fn after_window(&self, _: &Fingerprint, _: bool, _: usize) {
+    fn after_window(&self, _: &Fingerprint, _: Option<usize>, _: usize) {
         self.pause();
     }
 
@@ -186,7 +202,8 @@ impl Transport for Probed {
     ) -> Result<Option<Window>> {
         let window = self.inner.window(channel, seq, fingerprint, peer, range)?;
         let bytes = window.as_ref().map_or(0, |w| w.bytes().len());
-        self.probe.after_window(fingerprint, peer == channel.index(), bytes);
+        let lender = (peer != channel.index()).then(|| channel.members()[peer]);
+        self.probe.after_window(fingerprint, lender, bytes);
         Ok(window)
     }
 

@@ -24,6 +24,11 @@
 //! ones that rest in int8 take those bytes instead of `4 S`. A hybrid strategy has the formulas of its groups, with `W`
 //! their size, and one sum of the largest part for the way across. With the step inside backward partial sums take one
 //! part of the largest flat parameter.
+//!
+//! With `G` nodes of `k` ranks: `4 G` bytes for each element of the largest trained part, on its way across, and `G` times
+//! the bytes of the largest part as it travels, on its way in. With hpZ instead of the latter `G` times the bytes of every
+//! part: a whole copy in a node. Quantised gradients: [`crate::Quantization::bytes`] of each part behind full gradients and
+//! behind the relay; with error feedback `4` bytes for each trained element, padding included, and across `1/k` of that.
 
 use std::fmt;
 

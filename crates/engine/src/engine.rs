@@ -142,7 +142,8 @@ impl Engine {
         self.step
     }
 
-    /// Changes how far gathers run ahead and how long units stay, from the next step on. Ranks may differ in it.
+    /// Changes how far gathers run ahead and how long units stay, from the next step on. Ranks may differ in it, unless
+    /// gathers are collectives: those through nodes, and of what rests elsewhere.
     ///
     /// # Errors
     /// In the middle of a step, or when a limit is 0.

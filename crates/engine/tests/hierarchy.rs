@@ -5,7 +5,9 @@ mod common;
 use common::{ADAMW, DEADLINE, Reference, Toy, compute_step, config, full, full_params, train};
 use shardwise_comm::testing::delaying;
 use shardwise_comm::threads;
-use shardwise_core::{MixedPrecision, Precision, Quantization, ShardingStrategy, WireConfig};
+use shardwise_core::{
+    ErrorFeedback, MixedPrecision, Precision, Quantization, RoundAssignment, ShardingStrategy, WireConfig,
+};
 use shardwise_engine::{Accumulation, EngineConfig, EngineError, StepReport, UnitId};
 
 use ShardingStrategy::{FullShard, HybridShard, NoShard, ShardGradOp};
@@ -89,6 +91,39 @@ fn the_groups_of_a_hybrid_strategy_are_its_nodes() {
     assert_eq!(bits(&toy, 4, 4, EngineConfig { wire: secondary, ..plain }), want);
     let error = with_nodes(plain, 1).node_size(4).expect_err("another size").to_string();
     assert!(error.contains("nodes have 1 ranks") && error.contains("groups of 2"), "{error}");
+}
+
+/// The step inside backward, with gathers that pass through nodes while units are updated: the same bits.
+#[test]
+fn steps_inside_backward_pass_through_nodes() {
+    let run = |world: usize, wire: WireConfig, step_in_backward: bool| {
+        threads::run(world, DEADLINE, |group| {
+            let base =
+                EngineConfig { precision: MixedPrecision::BF16, clip_norm: None, ..config(FullShard, ADAMW) };
+            let mut engine = Toy::new(3).engine(group, EngineConfig { wire, step_in_backward, ..base });
+            for _ in 0..3 {
+                engine.begin_step_at(world, 0.05).expect("idle");
+                let RoundAssignment::Compute(m) = engine.begin_round().expect("a round") else {
+                    panic!("no work")
+                };
+                common::compute_round(&mut engine, m).expect("a round");
+                engine.end_step(0.05).expect("a step");
+            }
+            full_params(&mut engine)
+        })
+        .expect("a world")
+    };
+    for (world, node) in [(2, 1), (4, 2), (6, 2)] {
+        for secondary_partition in [None, Some(node)] {
+            for gradients in [None, Some(Quantization::Int4)] {
+                let error_feedback = gradients.map(|_| ErrorFeedback::default());
+                let node_size = Some(node);
+                let base = WireConfig { gradients, error_feedback, ..WireConfig::default() };
+                let wire = WireConfig { node_size, secondary_partition, ..base };
+                assert_eq!(run(world, wire, true), run(world, wire, false), "{world} {wire:?}");
+            }
+        }
+    }
 }
 
 /// A wire on which nodes keep a second copy.

@@ -4,12 +4,12 @@
 mod common;
 
 use common::quantised::{BLOCK, of_block};
-use common::{ADAMW, DEADLINE, SGD, Toy, compute_step, config, full_params};
-use shardwise_comm::testing::delaying;
+use common::{ADAMW, DEADLINE, SGD, Toy, compute_step, config, full_params, train};
+use shardwise_comm::testing::{counting, delaying};
 use shardwise_comm::{ProcessGroup, threads};
 use shardwise_core::{
-    CarryCounter, ErrorFeedback, MixedPrecision, Precision, Quantization, Rounding, ShardingStrategy,
-    WireConfig,
+    CarryCounter, ErrorFeedback, MixedPrecision, Offload, Precision, Quantization, Rounding,
+    ShardingStrategy, Tier, WireConfig,
 };
 use shardwise_engine::{Accumulation, DynamicScale, Engine, EngineConfig, LossScale, StepReport, UnitId};
 
@@ -350,6 +350,81 @@ fn an_overflow_leaves_nothing_behind() {
     }
 }
 
+/// Errors are of gradients as they were scaled, and follow the scale.
+#[test]
+fn errors_follow_the_loss_scale() {
+    let scale = DynamicScale { initial: 4.0, window: 2, ..DynamicScale::default() };
+    for node_size in [None, Some(2)] {
+        let error_feedback = Some(ErrorFeedback::default());
+        let wire = WireConfig { gradients: Some(Int4), error_feedback, node_size, ..WireConfig::default() };
+        let config = EngineConfig { loss_scale: LossScale::Dynamic(scale), ..base(FullShard, wire) };
+        let near = node_size.unwrap_or(4);
+        let case = Case { world: 4, near, rounds: 1, steps: 5, numel: 900, gradient: smooth, config };
+        let mut reference = Reference::new(&case);
+        let want: Vec<Vec<f32>> = (1..=5)
+            .map(|step| {
+                if step == 3 || step == 5 {
+                    let all = reference.inside.iter_mut().chain(&mut reference.across).flatten();
+                    all.for_each(|e| *e *= 2.0);
+                }
+                reference.step(step, [4.0, 4.0, 8.0, 8.0, 16.0][step - 1])
+            })
+            .collect();
+        for steps in run(&case, |group| group) {
+            for ((got, report), want) in steps.iter().zip(&want) {
+                assert!(got == want, "step {} of nodes of {near}", report.step);
+            }
+        }
+    }
+}
+
+/// A gradient that is put off, because ranks have used different units, and gets more is compensated once.
+#[test]
+fn what_is_put_off_is_compensated_once() {
+    let train = |calls: usize| {
+        threads::run(2, DEADLINE, |group| {
+            let rank = group.rank();
+            let error_feedback = Some(ErrorFeedback::default());
+            let wire = WireConfig { gradients: Some(Int4), error_feedback, ..WireConfig::default() };
+            let mut engine = Toy::new(2).engine(group, base(FullShard, wire));
+            let mut seen = Vec::new();
+            for step in 0..4 {
+                engine.begin_step(2).expect("idle");
+                engine.begin_round().expect("a round");
+                // Rank 0 begins with another unit, and comes back to the first one: with zeros.
+                let order: Vec<usize> =
+                    if rank == 0 { [1, 0].into_iter().chain(vec![0; calls]).collect() } else { vec![0] };
+                for (place, index) in order.into_iter().enumerate() {
+                    let unit = UnitId::unit(index);
+                    engine.enter_forward(unit);
+                    engine.leave_forward(unit);
+                    engine.enter_backward(unit);
+                    for param in 0..engine.parts(unit)[0].layout().params().len() {
+                        engine.write_gradient(unit, 0, param, |window, overwrite| {
+                            for (e, g) in window.iter_mut().enumerate() {
+                                let own = if place > 1 { 0.0 } else { smooth(rank, index, step, e) };
+                                *g = if overwrite { own } else { *g + own };
+                            }
+                        });
+                    }
+                    engine.leave_backward(unit);
+                }
+                engine.end_round().expect("a round");
+                engine.end_step(0.05).expect("a step");
+                for unit in [0, 1].map(UnitId::unit) {
+                    engine.with_full_gradients(unit, |_, _, g| seen.push(g.to_vec())).expect("idle");
+                }
+            }
+            seen
+        })
+        .expect("a world")
+    };
+    let want = train(0);
+    for calls in [1, 3] {
+        assert!(train(calls) == want, "{calls} more calls");
+    }
+}
+
 /// Raw blocks are counted with what is sent, and arrive.
 #[test]
 fn raw_blocks_are_counted() {
@@ -499,6 +574,91 @@ fn the_three_together_send_a_tenth() {
     assert_eq!(entered(nodes), 4 * (3 * m - 1000));
     let three = entered(wire);
     assert!(10 * three <= 16 * m, "{three} bytes of {m} parameters");
+}
+
+/// What reports and the plan tell is what the transport sees: bytes that ranks read from each other, by who lent them.
+#[test]
+fn what_is_reported_is_what_is_read() {
+    // No padding, which is counted but does not travel, and no block that travels raw.
+    let toy =
+        Toy { root: vec![vec![240]], units: vec![vec![vec![48, 30]]; 2], last_unused: false, ..Toy::new(0) };
+    let error_feedback = Some(ErrorFeedback::default());
+    let quantised =
+        WireConfig { gradients: Some(Int4), weights: Some(Int8), error_feedback, ..WireConfig::default() };
+    for wire in [WireConfig::default(), quantised] {
+        for (world, near) in [(2, 1), (4, 2), (6, 3), (4, 1), (4, 4)] {
+            for (strategy, secondary, shard_group) in [
+                (FullShard, false, None),
+                (FullShard, true, None),
+                (NoShard, false, None),
+                (HybridShard, false, Some(near)),
+            ] {
+                let wire = WireConfig {
+                    node_size: Some(near),
+                    secondary_partition: secondary.then_some(near),
+                    ..wire
+                };
+                let config = EngineConfig { wire, shard_group, clip_norm: None, ..config(strategy, SGD) };
+                let units = ["root", "blocks.0", "blocks.1", "parameters"];
+                let seen = threads::run(world, DEADLINE, |group| {
+                    let rank = group.rank();
+                    let (group, counter) = counting(&group);
+                    let mut engine = toy.engine(group, config);
+                    compute_step(&mut engine, 2 * world, 0.05).expect("a step");
+                    counter.take_by_lender();
+                    let report = compute_step(&mut engine, 2 * world, 0.05).expect("a step");
+                    let read = counter.take_by_lender().into_iter();
+                    let read = read.filter(|((label, _), _)| units.contains(&label.as_str()));
+                    let by = read.map(|((_, lender), bytes)| (lender, rank, bytes as u64));
+                    (report.bytes_sent, report.bytes_sent_across, by.collect::<Vec<_>>())
+                })
+                .expect("a world");
+                let reads: Vec<(usize, usize, u64)> = seen.iter().flat_map(|(_, _, by)| by.clone()).collect();
+                for (rank, (sent, across, _)) in seen.iter().enumerate() {
+                    let by_link = |is_across: bool| -> u64 {
+                        let link = |reader: usize| (reader / near != rank / near) == is_across;
+                        let mine =
+                            reads.iter().filter(|(lender, reader, _)| *lender == rank && link(*reader));
+                        mine.map(|(_, _, bytes)| bytes).sum()
+                    };
+                    let got = (by_link(false) + by_link(true), by_link(true));
+                    assert_eq!(got, (*sent, *across), "{strategy}, {world} ranks, {near}: {wire:?}");
+                }
+            }
+        }
+    }
+}
+
+/// The three, and feedback, with everything on the host: the same bits.
+#[test]
+fn what_rests_elsewhere_travels_alike() {
+    let offload = Offload {
+        parameters: Tier::Host,
+        optimizer: Tier::Host,
+        buffer_numel: 1024,
+        least_numel: 0,
+        ..Offload::default()
+    };
+    let toy = Toy { units: vec![vec![vec![1500], vec![7]]; 2], frozen: vec![vec![300]], ..Toy::new(2) };
+    let error_feedback = Some(ErrorFeedback::default());
+    for (world, near) in [(2, 1), (4, 2), (3, 3)] {
+        for strategy in [FullShard, ShardGradOp] {
+            let wire = WireConfig {
+                gradients: Some(Int4),
+                weights: Some(Int8),
+                error_feedback,
+                node_size: Some(near),
+                secondary_partition: Some(near),
+                ..WireConfig::default()
+            };
+            let config = EngineConfig { wire, ..config(strategy, ADAMW) };
+            let want = train(&toy, world, 3 * world, config, 3);
+            let away = train(&toy, world, 3 * world, EngineConfig { offload, ..config }, 3);
+            for ((got, _), (want, _)) in away.iter().zip(&want) {
+                assert!(got == want, "{strategy}, {world} ranks, nodes of {near}");
+            }
+        }
+    }
 }
 
 /// Two narrow ways at once are refused, with both settings.
