@@ -6,7 +6,8 @@ use common::{ADAMW, DEADLINE, Reference, Toy, compute_step, config, full, full_p
 use shardwise_comm::testing::delaying;
 use shardwise_comm::threads;
 use shardwise_core::{
-    ErrorFeedback, MixedPrecision, Precision, Quantization, RoundAssignment, ShardingStrategy, WireConfig,
+    ErrorFeedback, MixedPrecision, Offload, Precision, Quantization, RoundAssignment, ShardingStrategy, Tier,
+    WireConfig,
 };
 use shardwise_engine::{Accumulation, EngineConfig, EngineError, StepReport, UnitId};
 
@@ -147,6 +148,12 @@ fn a_second_copy_changes_no_bit() {
     }
 }
 
+/// Parameters and the optimizer's state, in small pieces.
+fn on_the_host() -> Offload {
+    let (parameters, optimizer) = (Tier::Host, Tier::Host);
+    Offload { parameters, optimizer, buffer_numel: 1024, least_numel: 0, ..Offload::default() }
+}
+
 /// Every rank runs at its own, random pace; steps and evaluations take turns; units are gathered twice in a row. Whatever
 /// is read before it is there would show.
 #[test]
@@ -161,7 +168,9 @@ fn delays_change_no_bit() {
             for step in 0..4 {
                 compute_step(&mut engine, 2 * world, 0.05).expect("a step");
                 engine.begin_evaluation().expect("idle");
-                for _ in 0..(rank as usize + step) % 3 {
+                // What rests elsewhere is gathered by all ranks alike.
+                let pace = if config.offload.is_any() { 0 } else { rank as usize };
+                for _ in 0..(pace + step) % 3 {
                     for unit in [1, 1, 0, 2].map(UnitId::unit) {
                         engine.enter_forward(unit);
                         engine.leave_forward(unit);
@@ -179,6 +188,11 @@ fn delays_change_no_bit() {
             let plain = with_nodes(config(strategy, ADAMW), node);
             let want = run(world, plain, None);
             for seed in 0..3 {
+                let away = EngineConfig { offload: on_the_host(), ..hpz(plain, node) };
+                assert!(
+                    run(world, away, Some(seed)) == want,
+                    "{strategy} {world} {node} {seed}, on the host"
+                );
                 assert!(run(world, plain, Some(seed)) == want, "{strategy} {world} {node} {seed}");
                 if node > 1 {
                     assert!(
