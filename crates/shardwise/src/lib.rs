@@ -45,6 +45,7 @@ pub mod plan;
 pub mod report;
 mod suggest;
 mod tiers;
+mod traffic;
 pub mod train;
 pub mod world;
 

@@ -118,9 +118,7 @@ fn describe(config: &Config) -> Result<String, RunError> {
         rows.push(vec!["of that across nodes".into(), thousands(across), bytes(across)]);
     }
     text.push_str(&table(&rows));
-    if let Some((rows, pool)) = tiers::describe(config, &layouts, &plan)? {
-        text.push_str(&format!("\n{}\n{pool}\n", table(&rows)));
-    }
+    text.push_str(&tiers::describe(config, &layouts, &plan)?);
     let tensor = |sizes: &[usize]| {
         sizes.iter().fold(size_of::<f32>() as u64, |product, n| product.saturating_mul(*n as u64))
     };

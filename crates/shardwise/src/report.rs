@@ -13,6 +13,7 @@ use shardwise_engine::Ledger;
 use crate::error::RunError;
 use crate::memory::PeakProportional;
 use crate::output::say;
+pub use crate::traffic::Moved;
 
 /// A line of `metrics.jsonl`. Memory figures are the maximum over ranks, `bytes_sent` is the sum.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,6 +45,9 @@ pub struct StepMetrics {
     pub gathered_bytes_peak: u64,
     /// Bytes of parameters and gradients that ranks sent each other.
     pub bytes_sent: u64,
+    /// What moved between tiers and across nodes, and what quantising took.
+    #[serde(flatten)]
+    pub moved: Moved,
 }
 
 /// JSON has no word for what is not finite but `null`.
@@ -52,7 +56,7 @@ fn number_or_null<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::E
 }
 
 /// What one rank held and sent over a run.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankSummary {
     /// The rank.
     pub rank: usize,
@@ -68,6 +72,9 @@ pub struct RankSummary {
     pub peak_rss_bytes: u64,
     /// Bytes of parameters and gradients sent to other ranks.
     pub bytes_sent: u64,
+    /// What moved between tiers and across nodes, and what quantising took at most.
+    #[serde(flatten)]
+    pub moved: Moved,
 }
 
 /// The bytes held for one purpose.
@@ -100,6 +107,7 @@ impl RankSummary {
             staging_bytes: 0,
             peak_rss_bytes: PeakProportional::new().exact_bytes(),
             bytes_sent: 0,
+            moved: Moved::default(),
         }
     }
 }
@@ -131,6 +139,9 @@ pub struct Summary {
     pub tokens_per_second: f64,
     /// The whole training loop.
     pub training_seconds: f64,
+    /// What moved between tiers and across nodes in all, and what quantising took at most.
+    #[serde(flatten)]
+    pub moved: Moved,
     /// By rank.
     pub ranks_held: Vec<RankSummary>,
 }
@@ -280,6 +291,22 @@ pub fn rank_table(ranks: &[RankSummary]) -> String {
     add("staging, beside it", &|r| r.staging_bytes, None);
     add("resident (with activations)", &|r| r.peak_rss_bytes, None);
     add("sent in all", &|r| r.bytes_sent, None);
+    let mut add_moved = |name: &str, of: &dyn Fn(&Moved) -> Option<u64>| {
+        if ranks.iter().any(|r| of(&r.moved).is_some()) {
+            add(name, &|r| of(&r.moved).unwrap_or(0), None);
+        }
+    };
+    add_moved("of that across nodes", &|m| m.bytes_sent_across);
+    add_moved("read from the host", &|m| m.host_bytes_read);
+    add_moved("written to the host", &|m| m.host_bytes_written);
+    add_moved("read from files", &|m| m.nvme_bytes_read);
+    add_moved("written to files", &|m| m.nvme_bytes_written);
+    if ranks.iter().any(|r| r.moved.io_overlap.is_some()) {
+        let share = |r: &RankSummary| format!("{:.0} %", 100.0 * r.moved.io_overlap.unwrap_or(0.0));
+        rows.push(
+            std::iter::once("files, not waited for".to_string()).chain(ranks.iter().map(share)).collect(),
+        );
+    }
     table(&rows)
 }
 

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use shardwise_core::{FlatLayout, MemoryPlan, Offload, Purpose, Tier};
+use shardwise_engine::FileAccess;
 
 use crate::bounds::available_bytes;
 use crate::config::Config;
 use crate::error::RunError;
 use crate::plan::memory_plan;
-use crate::report::{bytes, counted, thousands};
+use crate::report::{bytes, counted, table, thousands};
 
 /// Buffers for each tile in hand: one is read, one computed with, one written.
 const BUFFERS_PER_TILE: usize = 3;
@@ -121,15 +122,16 @@ fn free_bytes(path: &Path) -> Option<u64> {
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// What a plan says of what rests elsewhere: rows of bytes of a rank and of all, and a line about the pool.
+/// What a plan says of what rests elsewhere: a table of bytes of a rank and of all, and a line about the pool. Empty when
+/// nothing does.
 pub(crate) fn describe(
     config: &Config,
     layouts: &[FlatLayout],
     plan: &MemoryPlan,
-) -> Result<Option<(Vec<Vec<String>>, String)>, RunError> {
+) -> Result<String, RunError> {
     let offload = config.engine().offload;
     if !offload.is_any() {
-        return Ok(None);
+        return Ok(String::new());
     }
     let resting = Resting::of(config, layouts, plan)?;
     let ranks = config.run.ranks as u64;
@@ -160,7 +162,7 @@ pub(crate) fn describe(
         bytes(offload.buffer_bytes() as u64),
         BUFFERS_PER_TILE * least
     );
-    Ok(Some((rows, pool)))
+    Ok(format!("\n{}\n{pool}\n", table(&rows)))
 }
 
 /// The layouts of a model that is not built yet.
@@ -174,4 +176,21 @@ pub(crate) fn layouts(
     let group = config.engine().shard_group_size(config.run.ranks).map_err(RunError::user)?;
     let model = model.init(&burn::tensor::Device::flex().autodiff()).map_err(RunError::user)?;
     Ok(shardwise_burn::model_layouts(&model, group)?)
+}
+
+/// What a run says of what rests elsewhere before it begins; `None` when nothing does.
+pub(crate) fn announcement(config: &Config, files: Option<&FileAccess>) -> Option<String> {
+    let offload = config.engine().offload;
+    if !offload.is_any() {
+        return None;
+    }
+    let mut text = format!("offload: parameters {}, optimizer {}", offload.parameters, offload.optimizer);
+    if let (Some(files), Some(path)) = (files, &config.offload.path) {
+        let direct = if files.direct { "direct" } else { "through the system's cache" };
+        text.push_str(&format!("; files below {}, by {}, {direct}", path.display(), files.method));
+        if let Some(why) = &files.why {
+            text.push_str(&format!(" ({why})"));
+        }
+    }
+    Some(text)
 }

@@ -8,7 +8,9 @@ use shardwise_burn::{Init, ParamSource, ShardConfig, ShardedModel, StepError, St
 use shardwise_checkpoint::FolderWriter;
 use shardwise_comm::ProcessGroup;
 use shardwise_core::{MemoryPlan, StepSchedule};
+use shardwise_engine::TierTraffic;
 use shardwise_models::{CausalLm, LanguageModel, ModelConfig, Sampler, WeightsFolder};
+use shardwise_tier::RunFolder;
 
 use crate::claim::claimed;
 use crate::config::Config;
@@ -23,6 +25,7 @@ use crate::report::{
     MetricsFile, Progress, RankSummary, StepMetrics, Summary, bytes, counted, median, rank_table, thousands,
     write_whole,
 };
+use crate::traffic::{Features, Figures};
 use crate::world::{on_own_threads, run_ranks};
 use crate::{bounds, dataset, export, tiers};
 
@@ -87,6 +90,9 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
             let _ = FolderWriter::remove_leftovers(config.output_dir().join(folder));
         }
         let _ = remove(&config.output_dir().join(SUMMARY).with_extension("tmp"));
+        if let Some(place) = config.swap_place().filter(|_| config.engine().offload.uses_files()) {
+            drop(RunFolder::claim(&place.path, &place.run));
+        }
     }
     ended
 }
@@ -114,6 +120,11 @@ struct Rank<'a> {
     model: ShardedModel<LanguageModel>,
     plan: MemoryPlan,
     peak: PeakProportional,
+    has: Features,
+    /// What the tiers had moved when the step began.
+    before: TierTraffic,
+    /// What this rank, and all of them, have moved so far.
+    moved: [Figures; 2],
 }
 
 impl<'a> Rank<'a> {
@@ -140,7 +151,18 @@ impl<'a> Rank<'a> {
         }
         let model = init.shard(group.clone(), job.model.init(&device).map_err(RunError::user)?, source)?;
         let plan = memory_plan(config, &model.layouts())?;
-        Ok(Self { job, group, data, device, model, plan, peak: PeakProportional::new() })
+        Ok(Self {
+            job,
+            group,
+            data,
+            device,
+            plan,
+            peak: PeakProportional::new(),
+            has: Features::of(config),
+            before: model.tier_traffic(),
+            moved: Default::default(),
+            model,
+        })
     }
 
     fn is_first(&self) -> bool {
@@ -223,6 +245,9 @@ impl<'a> Rank<'a> {
             bytes(self.plan.total()),
             bytes(self.plan.sent_per_step())
         ));
+        if let Some(text) = tiers::announcement(config, self.model.file_access().as_ref()) {
+            say(&text);
+        }
     }
 
     fn lr(&self, step: u64) -> f64 {
@@ -247,12 +272,19 @@ impl<'a> Rank<'a> {
 
     /// The step's line of metrics, equal on all ranks.
     fn metrics(&mut self, outcome: &StepOutcome, lr: f64, begun: Instant) -> Result<StepMetrics, RunError> {
+        let traffic = self.model.tier_traffic();
+        let figures = Figures::of_step(&outcome.report, &self.before, &traffic);
+        self.before = traffic;
         let own = [self.peak.bytes(), outcome.report.gathered_bytes_peak, outcome.report.bytes_sent];
-        let all = self.group.all_gather_bytes("metrics", &own.map(u64::to_le_bytes).concat())?;
+        let own: Vec<u8> = own.into_iter().chain(figures.words()).flat_map(u64::to_le_bytes).collect();
+        let all = self.group.all_gather_bytes("metrics", &own)?;
         let figure = |bytes: &Vec<u8>, i: usize| {
             bytes.get(i * 8..i * 8 + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
         };
         let most = |i| all.iter().map(|b| figure(b, i)).max().unwrap_or(0);
+        let of_rank = |b| Figures::from_words(std::array::from_fn(|word| figure(b, 3 + word)));
+        let of_all = all.iter().map(of_rank).fold(Figures::default(), |sum, one| sum.and(&one));
+        self.moved = [self.moved[0].and(&figures), self.moved[1].and(&of_all)];
         let step_seconds = begun.elapsed().as_secs_f64();
         let tokens = (self.job.config.train.global_batch * self.job.seq_len) as u64;
         Ok(StepMetrics {
@@ -269,6 +301,7 @@ impl<'a> Rank<'a> {
             peak_rss_bytes: most(0),
             gathered_bytes_peak: most(1),
             bytes_sent: all.iter().map(|b| figure(b, 2)).sum(),
+            moved: of_all.moved(self.has),
         })
     }
 
@@ -367,6 +400,7 @@ impl<'a> Rank<'a> {
     fn gather_summaries(&self, sent: u64) -> Result<Vec<RankSummary>, RunError> {
         let mut own = RankSummary::new(self.group.rank(), &self.model.ledger(), &self.plan);
         own.bytes_sent = sent;
+        own.moved = self.moved[0].moved(self.has);
         own.staging_bytes = self.group.staging_bytes();
         let text = serde_json::to_vec(&own).map_err(RunError::failed)?;
         let all = self.group.all_gather_varied("summaries", &text)?;
@@ -388,6 +422,7 @@ impl<'a> Rank<'a> {
             last_loss: all.last().map_or(f64::NAN, |m| m.loss),
             tokens_per_second: median(&rates),
             training_seconds: seconds,
+            moved: self.moved[1].moved(self.has),
             ranks_held,
         }
     }
