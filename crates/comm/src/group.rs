@@ -1,21 +1,22 @@
 //! The collectives of a group of ranks.
 
+mod split;
+mod staged;
+
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use shardwise_core::{Precision, Quantization};
 
 use crate::Result;
-use crate::board::{CHANNELS, SLOTS};
 use crate::buffer::SharedBuffer;
 use crate::error::CommError;
 use crate::fingerprint::{Fingerprint, OpKind, Wire};
 use crate::pending::{GatherTarget, Loan, Parts, PendingGather, PendingReduce, Started};
 use crate::reduce::sum_windows;
 use crate::transport::{Channel, Transport, Window};
-
-/// Elements of the buffer through which memory that was not allocated from the transport travels.
-const STAGING_NUMEL: usize = 1 << 20;
+use split::{Lease, leave_out};
+use staged::pick;
 
 /// How gradients are summed.
 #[derive(Debug, Clone)]
@@ -69,27 +70,6 @@ pub struct ProcessGroup {
     staging: Arc<Mutex<Option<SharedBuffer>>>,
     /// The right to the channel's number; the group of all ranks needs none.
     lease: Option<Arc<Lease>>,
-}
-
-/// What a rank that uses a channel says of it when it splits a group.
-const IN_USE: u64 = u64::MAX;
-
-/// A channel number in use: given back with the last handle of the group.
-#[derive(Debug)]
-struct Lease {
-    transport: Arc<dyn Transport>,
-    channel: Arc<Channel>,
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        let next = self.channel.upcoming();
-        let mut last = next.saturating_sub(SLOTS as u64)..next;
-        // A number whose last operations peers may still look at stays in use.
-        if last.all(|seq| self.transport.is_released(&self.channel, seq)) {
-            self.transport.give_channel(self.channel.id(), next);
-        }
-    }
 }
 
 impl ProcessGroup {
@@ -499,108 +479,7 @@ impl ProcessGroup {
         Ok(parts)
     }
 
-    /// Splits the group: members that pass the same `color` form a group of their own, ordered by `key`, then by rank.
-    /// Every member must call it.
-    ///
-    /// # Errors
-    /// When a peer is lost or late, or the world has no group left to give.
-    pub fn split(&self, color: u64, key: u64) -> Result<ProcessGroup> {
-        // A rank's own key, then the state of every channel that it knows.
-        let mut own = Vec::with_capacity((2 + CHANNELS) * size_of::<u64>());
-        own.extend([color, key].into_iter().flat_map(u64::to_le_bytes));
-        let channels = self.transport.free_channels();
-        own.extend(channels.iter().flat_map(|next| next.unwrap_or(IN_USE).to_le_bytes()));
-        let all = self.all_gather_bytes("split", &own)?;
-        let word = |bytes: &[u8], at: usize| {
-            bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(IN_USE, u64::from_le_bytes)
-        };
-        // The first number that no member uses, and the same for every color: groups of different colors have no member in
-        // common, so they may share it. Its operations go on where those of earlier groups have ended.
-        let next_of = |id: usize| all.iter().map(|b| word(b, 16 + 8 * id)).max().unwrap_or(IN_USE);
-        let found = (0..channels.len()).map(|id| (id, next_of(id))).find(|(_, next)| *next != IN_USE);
-        let Some((id, next)) = found else {
-            let message = format!("a world can hold {CHANNELS} groups at a time, and all are in use");
-            return Err(CommError::Usage { rank: self.transport.rank(), message });
-        };
-        self.transport.take_channel(id);
-        let mut members: Vec<(u64, usize)> = all
-            .iter()
-            .enumerate()
-            .filter(|(_, b)| word(b, 0) == color)
-            .map(|(rank, b)| (word(b, 8), rank))
-            .collect();
-        members.sort_unstable();
-        let index = members.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
-        let world_ranks = members.iter().map(|(_, rank)| self.channel.members()[*rank]).collect();
-        let channel = Channel::from(id, world_ranks, index, next);
-        leave_out(&*self.transport, &channel, channels[id].unwrap_or(next)..next);
-        let mut group = Self::over(self.transport.clone(), channel);
-        group.lease =
-            Some(Arc::new(Lease { transport: group.transport.clone(), channel: group.channel.clone() }));
-        Ok(group)
-    }
-
     fn check(&self, right: bool, message: impl FnOnce() -> String) -> Result<()> {
         if right { Ok(()) } else { Err(CommError::Usage { rank: self.transport.rank(), message: message() }) }
-    }
-
-    fn staged(
-        &self,
-        fingerprint: &Fingerprint,
-        numel: usize,
-        fill: impl FnMut(Range<usize>, &mut [f32]),
-        take: impl FnMut(Range<usize>, &Started) -> Result<()>,
-    ) -> Result<()> {
-        self.staged_by(fingerprint, numel, 1, fill, take)
-    }
-
-    /// Sends `numel` elements of each of `parts` parts in pieces that fit the staging buffer: `fill` writes a piece, `take`
-    /// reads the peers'.
-    fn staged_by(
-        &self,
-        fingerprint: &Fingerprint,
-        numel: usize,
-        parts: usize,
-        mut fill: impl FnMut(Range<usize>, &mut [f32]),
-        mut take: impl FnMut(Range<usize>, &Started) -> Result<()>,
-    ) -> Result<()> {
-        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        let piece_numel = (STAGING_NUMEL / parts).max(1).min(numel.max(1));
-        let mut start = 0;
-        loop {
-            let piece = start..(start + piece_numel).min(numel);
-            let total = piece.len() * parts;
-            let buffer = match staging.take() {
-                Some(buffer) if buffer.numel() >= total => staging.insert(buffer),
-                outgrown => {
-                    if let Some(mut outgrown) = outgrown {
-                        outgrown.writable()?;
-                    }
-                    staging.insert(self.allocate(total.max(1024))?)
-                }
-            };
-            fill(piece.clone(), &mut buffer.writable()?[..total]);
-            let mut started = self.begin(fingerprint.clone(), Some((buffer, 0..total * size_of::<f32>())))?;
-            take(piece.clone(), &started)?;
-            started.finish();
-            start = piece.end;
-            if start >= numel {
-                return Ok(());
-            }
-        }
-    }
-}
-
-/// Finishes operations that this rank does not start, so that peers do not wait for it. Only the last ones have a place on
-/// the board that is looked at again.
-fn leave_out(transport: &dyn Transport, channel: &Channel, operations: Range<u64>) {
-    let first = operations.start.max(operations.end.saturating_sub(SLOTS as u64));
-    (first..operations.end).for_each(|seq| transport.finish(channel, seq));
-}
-
-/// Puts the elements `piece` of every `n`-element part of `source` into `buffer`, one part after another.
-fn pick(source: &[f32], n: usize, piece: &Range<usize>, buffer: &mut [f32]) {
-    for (rank, part) in buffer.chunks_exact_mut(piece.len().max(1)).enumerate() {
-        part.copy_from_slice(&source[rank * n + piece.start..rank * n + piece.end]);
     }
 }

@@ -22,6 +22,7 @@ pub mod coordinator;
 pub mod engine;
 pub mod error;
 pub mod events;
+mod failure;
 pub mod gradient_wire;
 mod handle;
 mod hierarchy;
