@@ -87,7 +87,7 @@ impl Figures {
             nvme: [nvme.read_bytes, nvme.written_bytes],
             busy: nvme.busy.as_nanos() as u64,
             waited: nvme.wait.as_nanos() as u64,
-            errors: [report.weight_error, 0.0],
+            errors: [report.weight_error, report.gradient_error],
         }
     }
 
