@@ -117,16 +117,17 @@ impl Swap {
     /// Opens the tiers that `offload` names, at `place`. A collective of `group`.
     pub(crate) fn open(group: &ProcessGroup, offload: &Offload, place: Option<&SwapPlace>) -> Result<Self> {
         let (rank, mut run, mut nvme, mut host) = (group.rank(), None, None, None);
+        let deadline = group.transport().deadline();
         let tier = |source| EngineError::Tier { rank, source };
         if offload.uses_files() {
             let claimed = place::claim(group, place)?;
             let at = shardwise_tier::Place::Folder(RunFolder::rank_folder(&claimed.folder, rank));
             run = claimed.run;
-            nvme = Some(place::open(at, rank, offload, place).map_err(tier)?);
+            nvme = Some(place::open(at, (rank, deadline), offload, place).map_err(tier)?);
         }
         if [offload.parameters, offload.optimizer].contains(&Resting::Host) {
             let at = shardwise_tier::Place::Memory;
-            host = Some(place::open(at, rank, offload, place).map_err(tier)?);
+            host = Some(place::open(at, (rank, deadline), offload, place).map_err(tier)?);
         }
         Ok(Self {
             host,

@@ -1,6 +1,7 @@
 //! What a tier is told when it is opened.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shardwise_core::IO_ALIGNMENT;
@@ -66,7 +67,12 @@ pub struct TierConfig {
     pub buffer_bytes: usize,
     /// How files are read and written.
     pub io: IoConfig,
+    /// How long to wait for a tile.
+    pub deadline: Duration,
 }
+
+/// How long to wait for a tile where nothing else is said.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
 impl TierConfig {
     /// Refuses what cannot work.

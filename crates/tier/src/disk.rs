@@ -45,6 +45,8 @@ pub(crate) struct Disk {
     /// Whether the file system can reserve space.
     reserves: bool,
     stats: TierStats,
+    /// How long to wait for a tile.
+    deadline: Duration,
     /// Last: its drop removes what the others leave.
     folder: RankFolder,
 }
@@ -90,6 +92,7 @@ impl Disk {
         let found = open::find(config, folder.path(), faults.as_ref())?;
         Ok(Self {
             rank: config.rank,
+            deadline: config.deadline,
             pool,
             queue: Queue::new(found.method, faults.clone(), config.io.block_bytes),
             objects: Objects::new(config.rank),
@@ -158,7 +161,14 @@ impl Disk {
             let held = count.saturating_sub(reading);
             return Err(TierError::NoBuffer { rank: self.rank, count, bytes, reading, held });
         }
-        self.stand_still(|disk| disk.pump(Wait::Forever))
+        let end = Instant::now() + self.deadline;
+        let finished = |disk: &Self| disk.queue.iter().filter(|(_, t)| t.is_finished()).count();
+        let before = (self.queue.unfinished(), finished(self));
+        self.stand_still(|disk| {
+            disk.pump(Wait::Until(end))?;
+            let progress = (disk.queue.unfinished(), finished(disk)) != before || Instant::now() < end;
+            if progress { Ok(()) } else { Err(disk.late(|_| true)) }
+        })
     }
 
     /// Begins to read a tile into `buffer`; gives the buffer back, with zeros or nothing in it, where there is nothing to
@@ -417,12 +427,33 @@ impl Disk {
         if self.queue.is_finished(key) {
             return Ok(());
         }
+        let end = Instant::now() + self.deadline;
         self.stand_still(|disk| {
             while !disk.queue.is_finished(key) {
-                disk.pump(Wait::Forever)?;
+                disk.pump(Wait::Until(end))?;
+                if Instant::now() >= end && !disk.queue.is_finished(key) {
+                    return Err(disk.late(|other| other == key));
+                }
             }
             Ok(())
         })
+    }
+
+    /// The error for a transfer that does not end.
+    fn late(&self, which: impl Fn(usize) -> bool) -> TierError {
+        let (rank, waited) = (self.rank, self.deadline);
+        let stuck = self.queue.iter().find(|(key, t)| which(*key) && !t.is_finished());
+        match stuck {
+            Some((_, Transfer { file, access, offset, len, .. })) => TierError::Late {
+                rank,
+                file: file.path.clone(),
+                access: *access,
+                offset: *offset,
+                bytes: *len as u64,
+                waited,
+            },
+            None => self.system(Errno::TIMEDOUT),
+        }
     }
 
     /// Waits for all transfers of a kind.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -204,6 +205,25 @@ pub enum TierError {
         cause: String,
         /// What to do, after "; ".
         advice: String,
+    },
+    /// The disk does not answer.
+    #[error(
+        "rank {rank}: {access} {bytes} bytes at offset {offset} of {} has not ended within {waited:?}; look at the disk, or raise \
+         run.timeout_seconds if it is only slow", file.display()
+    )]
+    Late {
+        /// The rank.
+        rank: usize,
+        /// The file.
+        file: PathBuf,
+        /// What was being done.
+        access: Access,
+        /// Where in the file the tile lies.
+        offset: u64,
+        /// Its bytes.
+        bytes: u64,
+        /// How long the rank has waited.
+        waited: Duration,
     },
     /// The system refused something that is not about one file.
     #[error("rank {rank}: {what}: {cause}")]

@@ -28,7 +28,7 @@ mod tier;
 mod uring;
 
 pub use buffer::Buffer;
-pub use config::{IoConfig, IoMethod, Place, TierConfig};
+pub use config::{DEFAULT_DEADLINE, IoConfig, IoMethod, Place, TierConfig};
 pub use error::{Access, TierError};
 pub use object::ObjectId;
 pub use run_folder::RunFolder;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::buffer::Buffer;
-use crate::config::{IoConfig, Place, TierConfig};
+use crate::config::{DEFAULT_DEADLINE, IoConfig, Place, TierConfig};
 use crate::run_folder::RunFolder;
 use crate::tier::Tier;
 
@@ -36,7 +36,14 @@ pub fn throughput(
 ) -> Result<Throughput> {
     let run = RunFolder::claim(folder, &format!("measure-{}", std::process::id()))?;
     let place = Place::Folder(RunFolder::rank_folder(run.path(), 0));
-    let mut tier = Tier::open(TierConfig { place, rank: 0, buffer_count, buffer_bytes, io })?;
+    let mut tier = Tier::open(TierConfig {
+        place,
+        rank: 0,
+        buffer_count,
+        buffer_bytes,
+        io,
+        deadline: DEFAULT_DEADLINE,
+    })?;
     fill_buffers(&mut tier, buffer_count)?;
     let tiles = bytes.div_ceil(buffer_bytes as u64) as usize;
     let object = tier.create("measure", tiles)?;

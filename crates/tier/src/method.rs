@@ -39,8 +39,6 @@ pub(crate) struct Done {
 pub(crate) enum Wait {
     /// Not at all.
     No,
-    /// Until one is done.
-    Forever,
     /// Until one is done or this moment.
     Until(Instant),
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags, fstatvfs, open};
 use rustix::io::Errno;
@@ -199,6 +200,9 @@ fn write_and_read(
     Ok(())
 }
 
+/// How long a probe may take.
+const PROBE_WAIT: Duration = Duration::from_secs(60);
+
 /// Moves one block, and waits for it.
 fn transfer(
     method: &mut dyn Method,
@@ -208,9 +212,12 @@ fn transfer(
     let part = cut.next(IO_ALIGNMENT).ok_or(Errno::INVAL)?;
     let piece = Piece { transfer: 0, file: file.clone(), offset: 0, part };
     method.begin(piece).map_err(|_| Errno::BUSY)?;
-    let mut done = Vec::new();
+    let (mut done, end) = (Vec::new(), Instant::now() + PROBE_WAIT);
     while done.is_empty() && method.in_flight() > 0 {
-        method.reap(Wait::Forever, &mut done)?;
+        if Instant::now() >= end {
+            return Err(Errno::TIMEDOUT);
+        }
+        method.reap(Wait::Until(end), &mut done)?;
     }
     let moved = done.pop().ok_or(Errno::IO)?.result?;
     if moved != IO_ALIGNMENT {

@@ -209,11 +209,11 @@ impl Queue {
         self.feed();
         if wait != Wait::No && self.method.in_flight() == 0 && self.unfinished > 0 {
             let Some(due) = self.next_held() else { return Err(Errno::BUSY) };
-            sleep(due.saturating_duration_since(Instant::now()));
+            let until = if let Wait::Until(end) = wait { due.min(end) } else { due };
+            sleep(until.saturating_duration_since(Instant::now()));
             self.feed();
         }
         let wait = match (wait, self.next_held()) {
-            (Wait::Forever, Some(due)) => Wait::Until(due),
             (Wait::Until(end), Some(due)) => Wait::Until(end.min(due)),
             (wait, _) => wait,
         };

@@ -115,9 +115,6 @@ impl Method for Threads {
         while state.done.is_empty() {
             match wait {
                 Wait::No => return Ok(()),
-                Wait::Forever => {
-                    state = self.board.done.wait(state).unwrap_or_else(PoisonError::into_inner);
-                }
                 Wait::Until(end) => {
                     let left = end.saturating_duration_since(Instant::now());
                     if left.is_zero() {

@@ -66,7 +66,7 @@ impl Uring {
                 let time = Timespec::from(end.saturating_duration_since(Instant::now()));
                 submitter.submit_with_args(1, &SubmitArgs::new().timespec(&time))
             }
-            Wait::Until(_) | Wait::Forever => submitter.submit_and_wait(1),
+            Wait::Until(_) => submitter.submit_and_wait(1),
         };
         let result = match entered {
             Ok(_) => Ok(()),

@@ -5,10 +5,11 @@ mod common;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use common::{Kind, Rig, file_kinds, pattern, temp};
 use shardwise_tier::testing::{Fault, Faults};
-use shardwise_tier::{Access, IoMethod, ObjectId, RunFolder, Tier, TierError};
+use shardwise_tier::{Access, IoMethod, ObjectId, RunFolder, Tier, TierConfig, TierError};
 
 /// Four pieces of 16 KiB, of which the last is not whole.
 const TILE: usize = 60_001;
@@ -303,4 +304,29 @@ fn a_tier_may_go_before_what_it_has_lent() {
         drop((reading, buffer, run));
         assert_eq!(common::files(dir.path()).len(), 0);
     }
+}
+
+/// A disk that does not answer is an error within the deadline, not a hang.
+#[test]
+fn a_disk_that_does_not_answer() {
+    let folder = temp();
+    let run = RunFolder::claim(folder.path(), "late").unwrap();
+    let kind = file_kinds().next().unwrap();
+    let config = common::config(kind, Some(run.path()), 3, BUFFER);
+    let deadline = Duration::from_millis(30);
+    let faults = Faults::new().with_delays(5, Duration::from_secs(3));
+    let mut tier = Tier::open_with_faults(TierConfig { deadline, ..config }, faults).unwrap();
+    let object = tier.create("a", 8).unwrap();
+    let begun = Instant::now();
+    let write = |tile: usize| {
+        let buffer = tier.buffer()?;
+        tier.start_write(object, tile, buffer)?;
+        tier.flush()
+    };
+    let error = (0..8).map(write).find_map(Result::err);
+    let Some(TierError::Late { rank: 3, access: Access::Write, offset, waited, .. }) = error else {
+        panic!("{error:?}")
+    };
+    assert!(waited == deadline && offset.is_multiple_of(BUFFER as u64));
+    assert!(begun.elapsed() < Duration::from_secs(20));
 }

@@ -1,6 +1,7 @@
 //! Where a run's files go, and whose they are.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use shardwise_comm::ProcessGroup;
 use shardwise_core::Offload;
@@ -103,7 +104,7 @@ fn is_ours(error: &TierError) -> bool {
 /// Opens one rank's tier.
 pub(crate) fn open(
     at: Place,
-    rank: usize,
+    (rank, deadline): (usize, Duration),
     offload: &Offload,
     place: Option<&SwapPlace>,
 ) -> std::result::Result<Tier, TierError> {
@@ -113,6 +114,7 @@ pub(crate) fn open(
         buffer_count: offload.buffer_count,
         buffer_bytes: offload.buffer_bytes(),
         io: place.map(|place| place.io).unwrap_or_default(),
+        deadline,
     };
     match place.and_then(|place| place.faults.clone()) {
         Some(faults) => Tier::open_with_faults(config, faults),

@@ -4,7 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use shardwise_tier::testing::Faults;
-use shardwise_tier::{Buffer, IoConfig, IoMethod, ObjectId, Place, RunFolder, Tier, TierConfig, TierError};
+use shardwise_tier::{
+    Buffer, DEFAULT_DEADLINE, IoConfig, IoMethod, ObjectId, Place, RunFolder, Tier, TierConfig, TierError,
+};
 use tempfile::TempDir;
 
 /// A way to keep bytes.
@@ -80,7 +82,7 @@ pub(crate) fn config(kind: Kind, run: Option<&Path>, buffer_count: usize, buffer
         None => Place::Memory,
     };
     let io = IoConfig { method, queue_depth: 4, block_bytes: 16384, threads: 2, direct: kind.direct };
-    TierConfig { place, rank: 3, buffer_count, buffer_bytes, io }
+    TierConfig { place, rank: 3, buffer_count, buffer_bytes, io, deadline: DEFAULT_DEADLINE }
 }
 
 pub(crate) fn filled(mut buffer: Buffer, bytes: &[u8]) -> Buffer {
