@@ -78,6 +78,10 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
     if std::env::var_os("RANK").is_none() && dataset::is_quick(config)? {
         dataset::open(config, &job.model, job.tokenizer.as_ref(), None)?;
     }
+    // So is the folder for what rests in files.
+    if std::env::var_os("RANK").is_none() {
+        clear_swap(config)?;
+    }
     let timeout = bounds::timeout(config.run.timeout_seconds).map_err(RunError::user)?;
     let ended = run_ranks(config.run.ranks, config.run.transport, timeout, |group| {
         on_own_threads(config.run.threads_per_rank, || {
@@ -90,11 +94,17 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
             let _ = FolderWriter::remove_leftovers(config.output_dir().join(folder));
         }
         let _ = remove(&config.output_dir().join(SUMMARY).with_extension("tmp"));
-        if let Some(place) = config.swap_place().filter(|_| config.engine().offload.uses_files()) {
-            drop(RunFolder::claim(&place.path, &place.run));
-        }
+        let _ = clear_swap(config);
     }
     ended
+}
+
+/// Makes sure that the folder for what rests in files can be used, and removes what a dead run of this name has left there.
+fn clear_swap(config: &Config) -> Result<(), RunError> {
+    match config.swap_place().filter(|_| config.engine().offload.uses_files()) {
+        Some(place) => Ok(RunFolder::claim(&place.path, &place.run).map(drop)?),
+        None => Ok(()),
+    }
 }
 
 /// Names in the output folder.
