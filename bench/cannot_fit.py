@@ -111,9 +111,11 @@ def run(args, name, config, folder, settings, is_limited=True):
         command += ["--set", setting]
     prepare, group = limited(args) if is_limited else (None, None)
     begun = time.monotonic()
-    # Nothing but the ranks themselves is to use up the limit.
+    # The C library reserves 64 MiB of addresses for each thread that allocates, and never uses most of it. A limit on
+    # addresses counts them, so all runs get one heap for all threads.
+    environment = {**os.environ, "RUST_BACKTRACE": "0", "MALLOC_ARENA_MAX": "1"}
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, preexec_fn=prepare, env={**os.environ, "RUST_BACKTRACE": "0"})
+                               text=True, preexec_fn=prepare, env=environment)
     watch = Watch(process.pid)
     watch.start()
     said = process.communicate()[0]
