@@ -9,7 +9,7 @@ with `parameters` and `optimizer` on "nvme". The limit is on the address space o
 on the memory of all of them together (a cgroup of version 2 in which this user may make groups). `--compare` runs it a third
 time, in memory and without a limit, and compares the exported weights.
 """
-import argparse, hashlib, json, os, pathlib, random, resource, shutil, struct, subprocess, sys, tempfile, threading, time
+import argparse, hashlib, json, os, pathlib, resource, shutil, struct, subprocess, sys, tempfile, threading, time
 
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def arguments():
     parser.add_argument("--limit-mib", type=int, default=256, help="what each rank may have")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512, help="of the model; a block has 12 times its square")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--times", type=float, default=4.0, help="the state over the limit, at least")
     parser.add_argument("--cgroup", help="a cgroup folder to make a group in, instead of limiting addresses")
     parser.add_argument("--compare", action="store_true", help="also run without a limit, and compare the weights")
@@ -54,7 +54,7 @@ seq_len = {SEQ_LEN}
 [train]
 global_batch = {2 * args.ranks}
 micro_batch = 1
-lr = 1e-3
+lr = 1e-4
 [shard]
 recompute = true
 """
@@ -160,8 +160,8 @@ def main():
         sys.exit(f"{args.path} has {mib(free)} free; the state and the exported model need {mib(state * 1.3)}")
     with tempfile.TemporaryDirectory(prefix="cannot-fit-", dir=args.path) as folder:
         folder = pathlib.Path(folder)
-        source = random.Random(1)
-        tokens = [source.randrange(VOCABULARY) for _ in range((2 * args.ranks * args.steps + 2) * (SEQ_LEN + 1))]
+        # Something to learn: each token tells the next.
+        tokens = [7 * i % VOCABULARY for i in range((2 * args.ranks * args.steps + 2) * (SEQ_LEN + 1))]
         (folder / "tokens.bin").write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
         config = folder / "config.toml"
         config.write_text(text)
