@@ -9,20 +9,20 @@ use shardwise_engine::Engine;
 
 use crate::assemble::Place;
 use crate::error::ShardError;
-use crate::partition::Kept;
+use crate::init::Before;
 use crate::values::Values;
 
 /// Moves every parameter's first values into the shards and returns the module with windows in the parameters' places.
-/// `kept` are those that have been partitioned before. A collective.
+/// `before` has those that have been partitioned already. A collective.
 pub(crate) fn fill<M: Module>(
     module: M,
     engine: &mut Engine,
     places: &HashMap<ParamId, Place>,
     values: Values<'_>,
-    kept: &HashMap<ParamId, Kept>,
+    before: &mut Before,
 ) -> Result<M, ShardError> {
     let done = HashSet::new();
-    let mut fill = Fill { engine, places, values, kept, done, path: Vec::new(), error: None };
+    let mut fill = Fill { engine, places, values, before, done, path: Vec::new(), error: None };
     let module = module.map(&mut fill);
     let Fill { values, error, .. } = fill;
     values.agree(error)?;
@@ -33,7 +33,7 @@ struct Fill<'a> {
     engine: &'a mut Engine,
     places: &'a HashMap<ParamId, Place>,
     values: Values<'a>,
-    kept: &'a HashMap<ParamId, Kept>,
+    before: &'a mut Before,
     done: HashSet<ParamId>,
     path: Vec<String>,
     error: Option<ShardError>,
@@ -42,7 +42,7 @@ struct Fill<'a> {
 impl Fill<'_> {
     /// Whether to go on: where ranks send each other values, or gather what has been partitioned, all do until the end.
     fn goes_on(&self) -> bool {
-        self.error.is_none() || self.values.travel() || !self.kept.is_empty()
+        self.error.is_none() || self.values.travel() || !self.before.kept.is_empty()
     }
 
     fn note<T>(&mut self, result: Result<T, ShardError>) -> Option<T> {
@@ -64,10 +64,10 @@ impl Fill<'_> {
         let elements = mine.start - range.start..mine.end - range.start;
         let start = mine.start.saturating_sub(owned.start).min(owned.len());
         let here = start..start + elements.len();
-        let (kept, values) = (self.kept, &mut self.values);
+        let (Before { kept, store, .. }, values) = (&mut *self.before, &mut self.values);
         self.engine.edit_owned(place.unit, place.part, here, |out| match kept.get(&param.id) {
             Some(kept) => {
-                out.copy_from_slice(&kept.whole(values.group(), &place.path)?[elements]);
+                out.copy_from_slice(&kept.whole(values.group(), store.as_mut(), &place.path)?[elements]);
                 Ok(())
             }
             None => values.write(param, &place.path, &place.shape, elements, out),

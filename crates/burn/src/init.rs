@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, ParamId};
 use shardwise_comm::ProcessGroup;
 use shardwise_core::{DType, FlatLayout, Tier};
-use shardwise_engine::{Engine, EngineConfig, ParamGroups, SwapPlace};
+use shardwise_engine::{Engine, EngineConfig, ParamGroups, ShardStore, SwapPlace};
 
 use crate::assemble::{describe, layouts, link_units, places, root_leaves};
 use crate::error::ShardError;
@@ -35,6 +35,8 @@ pub struct Init {
 /// What is known of parameters that are in shards already when a module is taken apart.
 #[derive(Debug, Default)]
 pub(crate) struct Before {
+    /// Where those rest that have been partitioned by themselves, if not in memory.
+    pub(crate) store: Option<ShardStore>,
     /// Their types; what stands in their places does not show them.
     pub(crate) dtypes: HashMap<ParamId, DType>,
     /// Those that have been partitioned by themselves.
@@ -76,19 +78,47 @@ impl Init {
         self
     }
 
-    /// Says where goes what rests in files ([`shardwise_engine::EngineConfig::offload`]).
+    /// Says where goes what rests in files ([`shardwise_engine::EngineConfig::offload`]): the run gets a folder of its own
+    /// there, which goes with the model. Ranks of one host share it; rank 0's counts.
+    ///
+    /// ```
+    /// use burn::module::Module;
+    /// use shardwise_burn::{Init, ShardConfig, ShardError, ShardedModel};
+    /// use shardwise_comm::ProcessGroup;
+    /// use shardwise_core::Tier;
+    /// use shardwise_engine::SwapPlace;
+    ///
+    /// /// Parameters and what the optimizer keeps rest in files below `/scratch/shardwise-my-run`.
+    /// fn on_disk<M: Module>(group: ProcessGroup, module: M) -> Result<ShardedModel<M>, ShardError> {
+    ///     let mut config = ShardConfig::default();
+    ///     config.engine.offload.optimizer = Tier::Nvme;
+    ///     let place = SwapPlace { path: "/scratch".into(), run: "my-run".into(), ..SwapPlace::default() };
+    ///     Init::new(config).remote_device(Tier::Nvme).swap_at(place).shard(group, module, &())
+    /// }
+    /// ```
     #[must_use]
     pub fn swap_at(mut self, place: SwapPlace) -> Self {
         self.swap = Some(place);
         self
     }
 
-    /// Says where the shards of parameters rest (DeepSpeed's name for it). The configuration says so too
-    /// ([`shardwise_core::Offload::parameters`]); if it says something else, [`Init::shard`] is an error that names both.
+    /// Says where the shards of parameters rest (DeepSpeed's name for it); [`Init::swap_at`] has an example. The
+    /// configuration says so too ([`shardwise_core::Offload::parameters`]); if it says something else, taking a module
+    /// apart is an error that names both, on all ranks. What rests on nvme needs [`Init::swap_at`].
+    ///
+    /// Where a module is taken apart piece by piece ([`Init::context`]), the pieces rest there as well: shards on nvme take no
+    /// memory while the rest of the model is built.
     #[must_use]
     pub fn remote_device(mut self, tier: Tier) -> Self {
         self.remote_device = Some(tier);
         self
+    }
+
+    /// A store for shards of pieces, where parameters rest in files. A collective then.
+    pub(crate) fn open_store(&self, group: &ProcessGroup) -> Result<Option<ShardStore>, ShardError> {
+        let offload = self.engine_config()?.offload;
+        let opens = offload.parameters == Tier::Nvme;
+        Ok(opens.then(|| ShardStore::open(group, &offload, self.swap.as_ref())).transpose()?)
     }
 
     /// The engine's configuration, with what was asked of this `Init` besides.
@@ -167,7 +197,7 @@ impl Init {
         module: M,
         source: &dyn ParamSource,
     ) -> Result<ShardedModel<M>, ShardError> {
-        self.shard_with(group, module, source, &Before::default())
+        self.shard_with(group, module, source, Before::default())
     }
 
     /// The same for values that are known to be equal on all ranks.
@@ -189,20 +219,23 @@ impl Init {
         group: ProcessGroup,
         module: M,
         source: &dyn ParamSource,
-        before: &Before,
+        mut before: Before,
     ) -> Result<ShardedModel<M>, ShardError> {
-        let mut found = Found::in_module(&module, &self.wrapping, before.dtypes.clone())?;
+        let mut found = Found::in_module(&module, &self.wrapping, std::mem::take(&mut before.dtypes))?;
         let (root, units) = layouts(&found, self.config.engine.shard_group_size(group.size())?)?;
         let all = || root.iter().chain(units.iter().flatten());
         let mut settings = describe(all(), &self.config);
+        let remote_device = self.remote_device.map_or("as configured", Tier::name);
+        settings.push(("remote_device".to_string(), remote_device.to_string()));
         settings.extend(self.groups.describe(all().flat_map(FlatLayout::params)));
         group.check_agreement("models", &settings)?;
         let how = (&self.groups, self.swap.as_ref());
         let mut engine = Engine::with_swap(group.clone(), root, units, self.engine_config()?, how)?;
         let places = places(&found, &engine);
         let (evaluation, slots) = walk::renew_slots(|| {
-            fill(module, &mut engine, &places, self.values(&group, source), &before.kept)
+            fill(module, &mut engine, &places, self.values(&group, source), &mut before)
         });
+        drop(before);
         let evaluation = evaluation?;
         found.take_slots(&slots);
         let params = Params::new(&engine, places.iter().map(|(id, place)| (*id, place.key())));

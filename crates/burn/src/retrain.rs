@@ -31,7 +31,7 @@ impl<M: Module> ShardedModel<M> {
         let (module, _) = walk::renew_slots(|| self.evaluation().clone().map(&mut retrain));
         let init = self.init().trusting_values();
         let before = Before { dtypes: self.params.dtypes(), ..Before::default() };
-        let new = init.shard_with(self.group().clone(), module, &Later, &before)?;
+        let new = init.shard_with(self.group().clone(), module, &Later, before)?;
         {
             let mut old = self.engine.lock();
             let mut engine = new.engine.lock();

@@ -4,7 +4,7 @@
 //! not appear in paths. The announcement lasts for one visit and is never looked at anywhere else.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -145,6 +145,14 @@ pub(crate) fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
     let mut walker = Walker::default();
     module.visit(&mut walker);
     walker.found.params.iter().filter(|param| param.is_buffer).map(|param| param.id).collect()
+}
+
+/// The elements of each float parameter in `module`, without initialising any.
+pub(crate) fn numels<M: Module>(module: &M) -> BTreeMap<ParamId, usize> {
+    let mut walker = Walker::default();
+    module.visit(&mut walker);
+    let floats = walker.found.params.iter().filter(|param| param.spec.dtype.is_float());
+    floats.map(|param| (param.id, param.spec.numel())).collect()
 }
 
 #[derive(Default)]

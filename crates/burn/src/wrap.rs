@@ -204,7 +204,8 @@ impl Wrapping {
         let mut total = 0;
         for param in &found.params {
             let numel = param.spec.numel();
-            if numel <= self.persistence.param_threshold
+            if numel > 0
+                && numel <= self.persistence.param_threshold
                 && numel <= self.persistence.model_threshold.saturating_sub(total)
                 && param.spec.dtype.is_float()
             {

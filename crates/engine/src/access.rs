@@ -95,7 +95,8 @@ impl Engine {
         self.gather_ahead_of_round(!self.config.precision.low_precision_evaluation)
     }
 
-    /// Ends an evaluation and frees everything gathered.
+    /// Ends an evaluation and frees everything gathered. Where parameters rest elsewhere it waits for the other ranks to
+    /// end theirs, and brings in what they still need.
     ///
     /// # Errors
     /// The first failure, or outside an evaluation.
@@ -103,6 +104,9 @@ impl Engine {
         if self.phase != Phase::Evaluation {
             return Err(self.wrong_state(UnitId::ROOT, "end_evaluation", "begin an evaluation first"));
         }
+        let served = self.serve_others();
+        let served = self.comm(served);
+        self.keep_failure(served);
         self.coordinator.end_round();
         self.coordinator.evaluate(false);
         self.ahead.clear();

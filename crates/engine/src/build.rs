@@ -26,6 +26,7 @@ use crate::swap::layout::{ReloadedSize, placements};
 use crate::swap::reload::Workroom;
 use crate::swap::{Swap, SwapPlace};
 use crate::unit::{Place, Units};
+use crate::uses::Uses;
 use crate::whole::Whole;
 
 impl Engine {
@@ -153,6 +154,7 @@ impl Engine {
             diverged: false,
             reductions,
             coordinator,
+            uses: Uses::default(),
             policy: config.gather_policy(),
             ahead: Vec::new(),
             pools,

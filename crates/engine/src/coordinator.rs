@@ -47,11 +47,6 @@ impl Coordinator {
         self.evaluating = evaluating;
     }
 
-    /// The order that is expected of the next micro-batch.
-    pub fn expected(&self) -> &[UnitId] {
-        &self.trace().expected
-    }
-
     /// How many calls of training have come out of the order recorded before.
     pub fn deviations(&self) -> u64 {
         self.deviations

@@ -31,6 +31,7 @@ use crate::swap::Swap;
 use crate::swap::gather::Stages;
 use crate::swap::reload::Workroom;
 use crate::unit::{Place, Units};
+use crate::uses::{Use, Uses};
 use crate::whole::Whole;
 
 /// What the engine is doing.
@@ -87,6 +88,7 @@ pub struct Engine {
     pub(crate) diverged: bool,
     pub(crate) units: Units,
     pub(crate) coordinator: Coordinator,
+    pub(crate) uses: Uses,
     pub(crate) policy: GatherPolicy,
     /// The units that are gathered ahead of their use.
     pub(crate) ahead: Vec<UnitId>,
@@ -285,6 +287,7 @@ impl Engine {
                 )
             ),
         };
+        self.note_use(Use::EnterForward(unit, pass));
         let result = self.unshard_for_use(unit);
         self.keep_failure(result);
         if pass.is_new() {
@@ -306,6 +309,7 @@ impl Engine {
 
     /// As [`Engine::leave_forward`], for a call that is part of `pass`.
     pub fn leave_forward_in(&mut self, unit: UnitId, pass: ForwardPass) {
+        self.note_use(Use::LeaveForward(unit, pass));
         let training = matches!(self.phase, Phase::Round { .. });
         if self.release_use(unit) && (self.config.strategy.reshards_after_forward() || !training) {
             self.reshard_after_forward(unit, training);
@@ -323,6 +327,7 @@ impl Engine {
 
     /// Gathers `unit` again for the backward of one of its calls and starts what is expected next.
     pub fn enter_backward(&mut self, unit: UnitId) {
+        self.note_use(Use::EnterBackward(unit));
         let result = self.unshard_for_use(unit);
         self.keep_failure(result);
         self.units[unit].users += 1;
@@ -344,6 +349,7 @@ impl Engine {
         write: impl FnOnce(&mut [f32], bool),
     ) {
         let at = Place { unit, part };
+        self.note_gradient(at);
         let result = self.prepare_gradient(at).and_then(|()| {
             let written = self.units[at].write_gradient(index, write);
             self.comm(written)
@@ -353,6 +359,7 @@ impl Engine {
 
     /// Ends the backward of one call of `unit`; after the last, lends its full gradient and frees its parameters.
     pub fn leave_backward(&mut self, unit: UnitId) {
+        self.note_use(Use::LeaveBackward(unit));
         let Some(calls) = self.units[unit].calls.checked_sub(1) else {
             // None is due: the unit has had its last, or no forward at all.
             if self.release_use(unit) {
@@ -393,6 +400,7 @@ impl Engine {
         self.start_reduce(UnitId::ROOT)?;
         self.mark_end_of_round();
         self.coordinator.end_round();
+        self.end_uses();
         self.ahead.clear();
         self.drop_unused_gathers(None);
         self.phase = Phase::Step { schedule, round: round + 1 };
@@ -400,23 +408,6 @@ impl Engine {
             self.prefetch_forward()?;
         }
         self.check_failure()
-    }
-
-    /// Takes part in a round without computing: walks the expected order and contributes zeros.
-    ///
-    /// # Errors
-    /// Outside a round, or the first failure of the step.
-    pub fn idle_round(&mut self) -> Result<()> {
-        let order = self.coordinator.expected().to_vec();
-        for unit in &order {
-            self.enter_forward(*unit);
-            self.leave_forward(*unit);
-        }
-        for unit in order.iter().rev() {
-            self.enter_backward(*unit);
-            self.leave_backward(*unit);
-        }
-        self.end_round()
     }
 
     /// Ends a step: sums what is left, clips by the global norm, updates the owned parameters with learning rate `lr`.

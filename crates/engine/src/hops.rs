@@ -127,6 +127,13 @@ impl Hops {
         self.kept.get(index).and_then(Option::as_ref).is_none_or(|relay| relay.step != Some(step))
     }
 
+    /// Marks the end of a round: who still gathers then learns that others do not.
+    pub(crate) fn end_round(&self, label: &str) {
+        for group in [&self.shards, &self.node] {
+            drop(group.start_reduce_scatter(label, None, 0));
+        }
+    }
+
     /// Gathers into `dest`. Returns what this rank has sent.
     fn gather(
         &mut self,
@@ -134,6 +141,10 @@ impl Hops {
         own: &OwnPart<'_>,
         dest: &mut [f32],
     ) -> std::result::Result<Traffic, CommError> {
+        if gather.numel == 0 && gather.kept.is_none() {
+            // Where nothing else passes through there is no relay.
+            return Ok(Traffic::default());
+        }
         let Self { shards, node, nodes, passing, kept } = self;
         let relay = match gather.kept {
             Some((index, _)) => kept.get_mut(index).and_then(Option::as_mut),

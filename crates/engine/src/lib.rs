@@ -42,6 +42,7 @@ mod swap;
 mod trouble;
 mod unit;
 mod unshard;
+mod uses;
 pub mod view;
 mod whole;
 mod wire;
@@ -61,7 +62,7 @@ pub use optimizer::{
 };
 pub use pass::ForwardPass;
 pub use scale::{DynamicScale, LossScale, LossScaler};
-pub use swap::{FileAccess, SwapPlace, TierTraffic};
+pub use swap::{FileAccess, ShardStore, StoredShard, SwapPlace, TierTraffic};
 pub use view::FlatView;
 
 /// The result of an engine call.

@@ -10,7 +10,9 @@ pub(crate) mod layout;
 pub(crate) mod parts;
 pub(crate) mod place;
 pub(crate) mod reload;
+pub(crate) mod store;
 pub(crate) mod sums;
+mod turns;
 pub(crate) mod update;
 
 use std::collections::VecDeque;
@@ -26,6 +28,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::swap::ahead::Ahead;
 pub use crate::swap::place::SwapPlace;
+pub use crate::swap::store::{ShardStore, StoredShard};
 use crate::trouble::Trouble;
 
 /// How files are read and written.

@@ -1,6 +1,8 @@
 //! A small model with units, its batches, and a world to train it in.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
+pub(crate) mod away;
+
 use std::time::Duration;
 
 use burn::module::{Module, ModuleMapper, Param};

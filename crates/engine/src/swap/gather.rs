@@ -1,9 +1,10 @@
 //! Gathers, sums and scopes of what rests elsewhere.
 //!
 //! Parameters that rest elsewhere cannot be lent for a whole step. A rank brings its shard into a staging buffer when a
-//! unit is used, and lends that for the one gather: a collective in the order of use, which every rank must follow.
+//! unit is used, and lends that for the one gather: a collective in the order of use, which every rank must follow in training.
+//! In an evaluation ranks take turns.
 
-use shardwise_comm::{HostBuffer, PendingReduce, SharedBuffer};
+use shardwise_comm::{HostBuffer, Loan, PendingReduce, SharedBuffer};
 use shardwise_core::{Precision, Travel};
 
 use super::parts::Scaling;
@@ -14,6 +15,7 @@ use crate::engine::{Engine, Phase};
 use crate::handle::FlatParamHandle;
 use crate::hops::OwnPart;
 use crate::norm::{Norm, PartialNorm};
+use crate::trouble::Trouble;
 use crate::unit::Place;
 use crate::wire;
 
@@ -51,11 +53,13 @@ impl Stage {
 pub(crate) struct Stages {
     stages: Vec<Stage>,
     current: usize,
+    /// The rank whose wish is looked at first in an evaluation.
+    pub(crate) turn: usize,
 }
 
 impl Stages {
     pub(crate) fn new(stages: Vec<Stage>) -> Self {
-        Self { stages, current: 0 }
+        Self { stages, current: 0, turn: 0 }
     }
 
     fn advance(&mut self) -> Option<&mut Stage> {
@@ -101,15 +105,10 @@ impl Engine {
 
     fn fill_from_peers(&mut self, at: Place, dest: &mut [f32]) -> Moved<()> {
         let travel = self.gather_travel(at);
+        self.take_turn(at)?;
         self.stage_params(at, travel)?;
+        let (loan, raw) = self.lend_staged(at, travel)?;
         let handle = &self.units[at];
-        let Some(stage) = self.stages.current() else { return Ok(()) };
-        let part = stage.part(travel, handle.layout().shard_numel(), handle.encoded.raw);
-        let raw = match &part.raw {
-            Some((buffer, bytes)) => Some(self.staged.lend_range(handle.name(), buffer, bytes.clone())?),
-            None => None,
-        };
-        let loan = self.staged.lend_range(handle.name(), part.buffer, part.bytes)?;
         handle.fill_from_peers(dest, (&loan, 0), travel, raw.as_ref().map(|raw| (raw, 0)))?;
         loan.finish();
         if let Some(raw) = raw {
@@ -117,6 +116,18 @@ impl Engine {
         }
         self.sent += handle.gather_traffic(travel);
         Ok(())
+    }
+
+    /// Lends what has been staged of a flat parameter, and its masters for blocks that travel as they rest.
+    pub(crate) fn lend_staged(&self, at: Place, travel: Travel) -> Moved<(Loan, Option<Loan>)> {
+        let handle = &self.units[at];
+        let stage = self.stages.current().ok_or(Trouble::NoTier)?;
+        let part = stage.part(travel, handle.layout().shard_numel(), handle.encoded.raw);
+        let raw = match &part.raw {
+            Some((buffer, bytes)) => Some(self.staged.lend_range(handle.name(), buffer, bytes.clone())?),
+            None => None,
+        };
+        Ok((self.staged.lend_range(handle.name(), part.buffer, part.bytes)?, raw))
     }
 
     /// Brings this rank's shard of a flat parameter in, for peers to read it as it travels.

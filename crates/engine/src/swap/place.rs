@@ -62,7 +62,9 @@ pub(crate) fn claim(group: &ProcessGroup, place: Option<&SwapPlace>) -> Result<C
 fn claim_as_first(place: Option<&SwapPlace>) -> Result<RunFolder> {
     let Some(place) = place else {
         return Err(EngineError::Usage(
-            "offload to nvme needs a folder for its files; name one (offload.path)".to_string(),
+            "what rests on nvme needs a folder for its files, and none was named: set offload.path in the configuration, or \
+             give the model a `SwapPlace` where it is taken apart (`Init::swap_at`)"
+                .to_string(),
         ));
     };
     let claim = |number| RunFolder::claim(&place.path, &generation(&place.run, number));
