@@ -40,7 +40,8 @@ impl Which<'_> {
     }
 }
 
-/// What [`ShardedModel::summon_full_params`] does beside showing every parameter.
+/// What [`ShardedModel::summon_full_params`] does beside showing every parameter. There is no `offload_to_cpu` as in FSDP: what
+/// a scope holds is always a copy of its own in memory of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SummonOptions {
     /// Edits are kept: when the scope ends, rank 0's values are sharded back.

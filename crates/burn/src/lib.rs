@@ -4,6 +4,9 @@
 //! - [`ShardedModel`] takes a module apart into shards and trains it, one step at a time.
 //! - [`ops`] are the operations that models should compute with: fused where they can be, Burn's own otherwise.
 //! - [`sink`] is how their gradients reach the flat gradient without a detour.
+//!
+//! Parameters and what the optimizer keeps may rest on the host or in files ([`Init::remote_device`], [`Init::swap_at`], which
+//! has an example); the bits are the same. A tier that fails ends the step on every rank, with the file and the rank.
 
 mod access;
 mod agree;

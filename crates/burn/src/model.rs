@@ -188,10 +188,13 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Trains one step of `micro_batches` micro-batches over all ranks. `loss(module, m)` computes the mean loss of
-    /// micro-batch `m`; it is called for those that fall to this rank.
+    /// micro-batch `m`; it is called for those that fall to this rank. Ranks may use different units in it, unless gathers
+    /// take all ranks: with nodes, and where parameters rest elsewhere. There a rank that leaves a unit out, or calls another,
+    /// is an error on all that names both sides.
     ///
     /// # Errors
-    /// When communication fails on any rank, or the gradient is not finite; nothing is updated then.
+    /// When communication fails on any rank, what rests elsewhere cannot be moved, or the gradient is not finite; nothing is
+    /// updated then.
     pub fn step(
         &mut self,
         micro_batches: usize,
@@ -272,8 +275,10 @@ impl<M: Module> ShardedModel<M> {
         transport.fail(&CommError::Peer { rank: transport.rank(), message: message.to_string() });
     }
 
-    /// Computes with the full parameters and without autodiff. A collective: every rank must call it, and call the same
-    /// units in it.
+    /// Computes with the full parameters and without autodiff. A collective: every rank must call it. In it ranks call
+    /// units each at its own pace, different ones or none. Where parameters rest elsewhere
+    /// ([`shardwise_core::Offload::parameters`]) each gather takes all ranks, so they wait for each other's calls: a rank that
+    /// is done serves the others until the last one is, and the slowest sets the pace.
     ///
     /// # Errors
     /// When communication fails on any rank.

@@ -147,7 +147,10 @@ impl Engine {
         }
         let mine = range.start.max(owned.start)..range.end.min(owned.end);
         if mine.is_empty() {
-            return self.expect_idle("write_param");
+            self.expect_idle("write_param")?;
+            // The parameters have changed for a rank that owns nothing of this one too.
+            self.version += 1;
+            return Ok(());
         }
         let values = &values[mine.start - range.start..mine.end - range.start];
         let here = mine.start - owned.start..mine.end - owned.start;
