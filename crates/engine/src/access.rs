@@ -169,6 +169,7 @@ impl Engine {
         self.version = self.version.max(before.version) + 1;
         self.scaler = before.scaler.clone();
         self.policy = before.policy;
+        self.averages_swapped = before.averages_swapped;
         self.events = std::mem::take(&mut before.events);
     }
 

@@ -115,7 +115,9 @@ impl FlatParamHandle {
         let away_params = self.away.params.is_some();
         swap.edit_tiles(&lanes, |start, tiles| {
             let end = numel.min(start + tiles.first().map_or(0, |tile| tile.len()));
-            let here = 0..end.saturating_sub(start);
+            // The last tile may hold nothing but padding.
+            let start = start.min(end);
+            let here = 0..end - start;
             match tiles {
                 [params, average] => meet(&mut params[here.clone()], &mut average[here]),
                 [params] if away_params => meet(&mut params[here], &mut average[start..end]),

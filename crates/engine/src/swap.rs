@@ -18,7 +18,7 @@ pub(crate) mod update;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use shardwise_comm::ProcessGroup;
+use shardwise_comm::{CommError, ProcessGroup};
 use shardwise_core::{Offload, Tier as Resting};
 use shardwise_tier::{Buffer, ObjectId, Reading, RunFolder, Tier, TierError, TierStats};
 
@@ -83,7 +83,6 @@ pub(crate) const RESERVED_BUFFERS: usize = 3;
 pub(crate) struct Section {
     resting: Resting,
     object: ObjectId,
-    first_tile: usize,
     numel: usize,
 }
 
@@ -121,7 +120,12 @@ impl Swap {
     pub(crate) fn open(group: &ProcessGroup, offload: &Offload, place: Option<&SwapPlace>) -> Result<Self> {
         let (rank, mut run, mut nvme, mut host) = (group.rank(), None, None, None);
         let deadline = group.transport().deadline();
-        let tier = |source| EngineError::Tier { rank, source };
+        let tier = |source: TierError| {
+            // The others would wait for this rank.
+            let message = source.to_string();
+            group.transport().fail(&CommError::Peer { rank: group.transport().rank(), message });
+            EngineError::Tier { rank, source }
+        };
         if offload.uses_files() {
             let claimed = place::claim(group, place)?;
             let at = shardwise_tier::Place::Folder(RunFolder::rank_folder(&claimed.folder, rank));
@@ -170,15 +174,15 @@ impl Swap {
         tier.ok_or(Trouble::NoTier)
     }
 
-    /// New sections of `numels` elements, zero at first, that rest together under `name`.
+    /// New sections of `numels` elements, zero at first, that rest under `name`.
     pub(crate) fn create(&mut self, resting: Resting, name: &str, numels: &[usize]) -> Moved<Vec<Section>> {
-        let total = numels.iter().map(|numel| numel.div_ceil(self.tile_numel)).sum();
-        let object = self.tier(resting)?.create(name, total)?;
-        let mut first_tile = 0;
+        // Each in a file of its own: a file reserves whole buffers for all of its tiles but the last.
         let mut sections = Vec::with_capacity(numels.len());
-        for numel in numels.iter().copied() {
-            sections.push(Section { resting, object, first_tile, numel });
-            first_tile += numel.div_ceil(self.tile_numel);
+        for (index, numel) in numels.iter().copied().enumerate() {
+            let name = if numels.len() == 1 { name.to_string() } else { format!("{name}.{index}") };
+            let tiles = numel.div_ceil(self.tile_numel);
+            let object = self.tier(resting)?.create(&name, tiles)?;
+            sections.push(Section { resting, object, numel });
         }
         Ok(sections)
     }
@@ -200,7 +204,7 @@ impl Swap {
 
     fn start_read(&mut self, section: &Section, tile: usize, mut buffer: Buffer) -> Moved<Reading> {
         buffer.set_len(self.tile_range(section, tile).len() * size_of::<f32>());
-        Ok(self.tier(section.resting)?.start_read(section.object, section.first_tile + tile, buffer)?)
+        Ok(self.tier(section.resting)?.start_read(section.object, tile, buffer)?)
     }
 
     fn wait(&mut self, section: &Section, reading: Reading) -> Moved<Buffer> {
@@ -208,7 +212,7 @@ impl Swap {
     }
 
     fn start_write(&mut self, section: &Section, tile: usize, buffer: Buffer) -> Moved<()> {
-        Ok(self.tier(section.resting)?.start_write(section.object, section.first_tile + tile, buffer)?)
+        Ok(self.tier(section.resting)?.start_write(section.object, tile, buffer)?)
     }
 
     fn give(&mut self, section: &Section, buffer: Buffer) -> Moved<()> {

@@ -161,3 +161,29 @@ fn with_quantised_wires_and_nodes() {
         }
     }
 }
+
+/// Sizes at which a rank's last tile holds nothing of its own, and optimizers without statistics.
+#[test]
+fn odd_sizes_and_updates_without_statistics() {
+    use Tier::{Host, None};
+    let toy = Toy {
+        root: vec![vec![4098]],
+        units: vec![vec![vec![4097]], vec![vec![1025]]],
+        frozen: vec![],
+        low: vec![],
+        last_unused: false,
+    };
+    for away in [offload(None, Host), offload(Host, None), offload(Host, Host)] {
+        for optimizer in [ADAMW, SGD] {
+            for world in [2, 4] {
+                for rounds in [1, 3] {
+                    let base = EngineConfig {
+                        ema_decay: Some(0.9),
+                        ..config(ShardingStrategy::FullShard, optimizer)
+                    };
+                    check(&toy, world, rounds, &EngineConfig { offload: away, ..base });
+                }
+            }
+        }
+    }
+}

@@ -6,7 +6,7 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{ADAMW, DEADLINE, Toy, compute_step, config, full_params, place};
+use common::{ADAMW, DEADLINE, SGD, Toy, compute_step, config, full_params, place};
 use shardwise_comm::threads;
 use shardwise_core::{Offload, ShardingStrategy, Tier};
 use shardwise_engine::{Engine, EngineConfig, EngineError, SwapPlace, UnitId};
@@ -173,6 +173,19 @@ fn what_cannot_work_is_refused() {
         compute_step(&mut engine, 2, 0.05).expect("as many as are needed");
     })
     .expect("a world");
+    // Plain SGD reads no statistics, but sums of three rounds are merged.
+    let sgd = |buffer_count| {
+        let base = EngineConfig { optimizer: SGD, ..small(buffer_count) };
+        EngineConfig { offload: Offload { parameters: Tier::None, ..base.offload }, ..base }
+    };
+    for text in refused(sgd(1), place(&sgd(1))) {
+        assert!(text.contains("buffer_count is 1") && text.contains("at least 2"), "{text}");
+    }
+    threads::run(1, DEADLINE, |group| {
+        let mut engine: Engine = toy().engine(group, sgd(2));
+        compute_step(&mut engine, 3, 0.05).expect("as many as are needed");
+    })
+    .expect("a world");
     for text in refused(on_disk(), None) {
         assert!(text.contains("offload.path"), "{text}");
     }
@@ -183,6 +196,28 @@ fn what_cannot_work_is_refused() {
         assert!(text.contains(&file.display().to_string()), "{text}");
     }
     std::fs::remove_dir_all(file.parent().expect("a folder")).expect("removed");
+}
+
+/// A rank that cannot open its files tells the others why, at once.
+#[test]
+fn a_rank_without_files_is_told_of() {
+    let folder = scratch("offload-rank");
+    let results = threads::run(2, DEADLINE, |group| {
+        let rank = group.rank();
+        if rank == 0 {
+            let run = folder.join("shardwise-faults");
+            std::fs::create_dir_all(&run).expect("a folder");
+            std::fs::write(run.join("rank-1"), "in the way").expect("a file");
+        }
+        group.barrier("prepared").expect("all are well");
+        let at = place_with(&folder, &Faults::new(), IoMethod::Auto);
+        let made = toy().engine_at(group, on_disk(), Some(&at));
+        made.and_then(|mut engine| compute_step(&mut engine, 2, 0.05)).expect_err("no files").to_string()
+    });
+    for text in results.expect("a world") {
+        assert!(text.contains("rank-1"), "{text}");
+    }
+    std::fs::remove_dir_all(&folder).expect("removed");
 }
 
 /// Two models of one process may share a run; another process may not.

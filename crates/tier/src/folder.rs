@@ -60,11 +60,15 @@ pub(crate) fn make(path: &Path) -> Result<()> {
         match fs::metadata(path) {
             Ok(found) if found.is_dir() => return Ok(()),
             Ok(_) => return Err(refused("a file of that name is in its place".into())),
-            // Another owner has removed it in between; a link to nowhere stays.
-            Err(e) if e.kind() == ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {}
+            // Another owner has removed it in between, and may have made it again since; a link to nowhere stays.
+            Err(e) if e.kind() == ErrorKind::NotFound && !is_link(path) => {}
             Err(e) => return Err(refused(e.to_string())),
         }
     }
+}
+
+fn is_link(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink())
 }
 
 /// Removes the files of tiles in a folder whose lock is held.

@@ -29,8 +29,10 @@ impl Host {
 
     pub(crate) fn write(&mut self, object: ObjectId, tile: usize, bytes: &[u8]) -> Result<()> {
         let rank = self.rank;
-        let stored = self.tile(object, tile)?.get_or_insert_default();
-        let before = stored.capacity();
+        let place = self.tile(object, tile)?;
+        let before = place.as_ref().map_or(0, Vec::capacity);
+        // What is stored stays until there is room for what replaces it.
+        let mut stored = place.take_if(|old| old.capacity() >= bytes.len()).unwrap_or_default();
         stored.clear();
         stored.try_reserve_exact(bytes.len()).map_err(|e| TierError::Memory {
             rank,
@@ -39,6 +41,7 @@ impl Host {
             cause: e.to_string(),
         })?;
         stored.extend_from_slice(bytes);
+        let stored = place.insert(stored);
         let after = stored.capacity();
         self.held += after as u64;
         self.held -= before as u64;

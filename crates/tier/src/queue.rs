@@ -295,7 +295,8 @@ impl Queue {
             }
             // io_uring cancels what a thread has begun and not finished when the thread ends; the tier may live on.
             Err(errno @ (Errno::INTR | Errno::AGAIN | Errno::CANCELED)) => {
-                progress.stalls += 1;
+                // Many pieces are cancelled at once; the deadline ends what is cancelled again and again.
+                progress.stalls += usize::from(errno != Errno::CANCELED);
                 Some(Cause::System(errno))
             }
             Err(errno) => {

@@ -37,7 +37,7 @@ impl RunFolder {
     /// If a run of this name is alive, naming its process; if the folder cannot be made, listed, locked or cleaned.
     pub fn claim(path: &Path, run: &str) -> Result<Self> {
         make(path)?;
-        let folder = path.join(names::run_folder(run));
+        let folder = Self::path_of(path, run);
         let lock = Lock::take(&folder, &format!("run {run:?}"))?;
         // From here on the drop removes what is ours.
         let claimed = Self { path: folder, lock: Some(lock) };
@@ -52,6 +52,11 @@ impl RunFolder {
             }
         }
         Ok(claimed)
+    }
+
+    /// The folder that a run of this name has below `path`.
+    pub fn path_of(path: &Path, run: &str) -> PathBuf {
+        path.join(names::run_folder(run))
     }
 
     /// The folder.

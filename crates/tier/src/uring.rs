@@ -29,6 +29,11 @@ impl Uring {
     pub(crate) fn new(depth: usize) -> std::io::Result<Self> {
         let entries = u32::try_from(depth).map_err(std::io::Error::other)?.next_power_of_two();
         let ring = IoUring::new(entries)?;
+        if !ring.params().is_feature_ext_arg() {
+            return Err(std::io::Error::other(
+                "this kernel's io_uring cannot wait with a limit (it is older than 5.11)",
+            ));
+        }
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
         if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::Write::CODE) {
@@ -62,11 +67,10 @@ impl Uring {
         let submitter = self.ring.submitter();
         let entered = match wait {
             Wait::No => submitter.submit(),
-            Wait::Until(end) if self.ring.params().is_feature_ext_arg() => {
+            Wait::Until(end) => {
                 let time = Timespec::from(end.saturating_duration_since(Instant::now()));
                 submitter.submit_with_args(1, &SubmitArgs::new().timespec(&time))
             }
-            Wait::Until(_) => submitter.submit_and_wait(1),
         };
         let result = match entered {
             Ok(_) => Ok(()),

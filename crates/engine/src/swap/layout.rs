@@ -163,7 +163,8 @@ impl FlatParamHandle {
     /// Tiles that are in hand at a time when it is updated or its average is taken.
     fn away_lanes(&self) -> usize {
         let params = usize::from(self.away.params.is_some());
-        let state = self.away.state.as_ref().map_or(0, |state| 1 + state.slots.len());
-        params + state
+        let Some(state) = &self.away.state else { return params };
+        // Two sums are merged at a time, whatever an update reads.
+        (params + 1 + state.slots.len()).max(2)
     }
 }

@@ -33,9 +33,9 @@ pub(crate) struct Claimed {
 /// Folders that one process may hold for a run at the same time: a model that is laid out anew is held twice for a moment.
 const GENERATIONS: usize = 8;
 
-/// The name of the folder of a model beside others of one run.
+/// The name by which a model beside others of one run claims its folder: one that no run has by itself.
 fn generation(run: &str, number: usize) -> String {
-    if number == 0 { run.to_string() } else { format!("{run}.{number}") }
+    if number == 0 { run.to_string() } else { format!("{run}\u{1}{number}") }
 }
 
 /// Takes the run's folder for all ranks. A collective.
@@ -75,7 +75,7 @@ fn claim_as_first(place: Option<&SwapPlace>) -> Result<RunFolder> {
                 if number == 0 {
                     // What a dead run has left of further models goes as well.
                     for later in 1..GENERATIONS {
-                        if place.path.join(format!("shardwise-{}", generation(&place.run, later))).exists() {
+                        if RunFolder::path_of(&place.path, &generation(&place.run, later)).exists() {
                             drop(claim(later));
                         }
                     }

@@ -43,7 +43,9 @@ impl FlatParamHandle {
     ) {
         let span = self.span();
         let end = tiles.first().map_or(start, |tile| start + tile.len()).min(self.owned.len());
-        let numel = end.saturating_sub(start);
+        // The last tile may hold nothing but padding.
+        let start = start.min(end);
+        let numel = end - start;
         let mut tiles = tiles.iter_mut();
         let params = match self.away.params {
             Some(_) => tiles.next().map_or(&mut [] as &mut [f32], |tile| &mut tile[..numel]),
@@ -97,16 +99,26 @@ impl Engine {
         whole: Option<&SharedBuffer>,
     ) -> Result<()> {
         let Some(swap) = self.swap.as_mut() else { return Ok(()) };
-        let mut jobs = Vec::new();
+        let (mut jobs, mut here) = (Vec::new(), Vec::new());
         for at in places {
             let handle = &mut self.units[*at];
-            handle.state_of_update.count_update();
             let lanes = handle.lanes(whole.is_some());
+            if let (Some(whole), true) = (whole, lanes.is_empty()) {
+                // All that is read and written is here: there are no statistics.
+                here.push((*at, whole));
+                continue;
+            }
+            handle.state_of_update.count_update();
             let tiles = lanes.first().map_or(0, |(section, _)| swap.tiles(section));
             jobs.extend((0..tiles).map(|tile| TileJob { lanes: lanes.clone(), tile, what: *at }));
         }
         let units = &mut self.units;
         let moved = self.params.writable().map_err(Into::into).and_then(|params| {
+            for (at, gradient) in here {
+                let handle = &mut units[at];
+                let (owned, span) = (handle.owned(), handle.span());
+                handle.state_of_update.update(update, &owned, &mut params[span], gradient.as_slice());
+            }
             swap.stream(&jobs, |at: &Place, start, tiles| {
                 units[*at].update_tile(update, (start, tiles), params, whole.map(SharedBuffer::as_slice));
                 Ok(())
