@@ -378,7 +378,9 @@ fn pieces_rest_where_parameters_do() {
             if tier == Tier::Nvme {
                 assert_eq!(context.bytes_in_memory(), 0);
                 let there = files(&folders(at)[0].join("rank-0")).len();
-                assert!((3..=4).contains(&there), "a file for each piece, and a lock: {there}");
+                // A parameter of which a rank keeps nothing has none.
+                let most = context.num_partitioned() + 1;
+                assert!(there > 3 && there <= most, "a file for each shard, and a lock: {there}");
             } else {
                 assert!(context.bytes_in_memory() >= whole * size_of::<f32>() / 2);
             }

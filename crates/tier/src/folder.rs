@@ -44,8 +44,17 @@ impl Drop for RankFolder {
     }
 }
 
-/// Makes a folder in one that is there.
+/// Makes a folder of ours in one that is there. A link in its place is refused: what lies behind it is not ours to clean.
 pub(crate) fn make(path: &Path) -> Result<()> {
+    make_unless_there(path, false)
+}
+
+/// Makes a user's folder in one that is there; a link to one is as good.
+pub(crate) fn make_or_follow(path: &Path) -> Result<()> {
+    make_unless_there(path, true)
+}
+
+fn make_unless_there(path: &Path, follow: bool) -> Result<()> {
     let refused =
         |cause: String| TierError::Folder { folder: path.to_path_buf(), what: "create".into(), cause };
     loop {
@@ -57,18 +66,18 @@ pub(crate) fn make(path: &Path) -> Result<()> {
             }
             Err(e) => return Err(refused(e.to_string())),
         }
+        let found = fs::symlink_metadata(path);
+        if !follow && found.as_ref().is_ok_and(fs::Metadata::is_symlink) {
+            return Err(refused("a link is in its place".into()));
+        }
         match fs::metadata(path) {
             Ok(found) if found.is_dir() => return Ok(()),
             Ok(_) => return Err(refused("a file of that name is in its place".into())),
             // Another owner has removed it in between, and may have made it again since; a link to nowhere stays.
-            Err(e) if e.kind() == ErrorKind::NotFound && !is_link(path) => {}
+            Err(e) if e.kind() == ErrorKind::NotFound && !found.is_ok_and(|found| found.is_symlink()) => {}
             Err(e) => return Err(refused(e.to_string())),
         }
     }
-}
-
-fn is_link(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink())
 }
 
 /// Removes the files of tiles in a folder whose lock is held.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::error::TierError;
-use crate::folder::{RankFolder, make};
+use crate::folder::{RankFolder, make_or_follow};
 use crate::lock::Lock;
 use crate::names::{self, is_rank_folder};
 
@@ -36,7 +36,7 @@ impl RunFolder {
     /// # Errors
     /// If a run of this name is alive, naming its process; if the folder cannot be made, listed, locked or cleaned.
     pub fn claim(path: &Path, run: &str) -> Result<Self> {
-        make(path)?;
+        make_or_follow(path)?;
         let folder = Self::path_of(path, run);
         let lock = Lock::take(&folder, &format!("run {run:?}"))?;
         // From here on the drop removes what is ours.

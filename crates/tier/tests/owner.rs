@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{KINDS, config, files, filled, pattern, temp};
-use shardwise_tier::{Access, RunFolder, Tier, TierError};
+use shardwise_tier::{Access, Place, RunFolder, Tier, TierConfig, TierError};
 
 const BUFFER: usize = 64 << 10;
 /// What this binary is to do as a child: see `child`.
@@ -265,4 +265,29 @@ fn a_limit_in_the_middle_of_a_file_is_an_error() {
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.contains("every method was refused"), "{text}");
+}
+
+/// What lies behind a link in the place of a folder of ours is not ours to clean.
+#[test]
+fn a_link_in_the_place_of_our_folder_is_refused() {
+    let (dir, elsewhere) = (temp(), temp());
+    let kept = elsewhere.path().join("owner.lock");
+    std::fs::write(&kept, "another's").unwrap();
+    let folder = RunFolder::path_of(dir.path(), "run");
+    std::os::unix::fs::symlink(elsewhere.path(), &folder).unwrap();
+    let error = RunFolder::claim(dir.path(), "run").unwrap_err();
+    assert!(error.to_string().contains("a link is in its place"), "{error}");
+    assert_eq!(std::fs::read_to_string(&kept).unwrap(), "another's");
+    // A path of the user's may be a link.
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(elsewhere.path(), &link).unwrap();
+    let run = RunFolder::claim(&link, "run").unwrap();
+    let rank = RunFolder::rank_folder(run.path(), 0);
+    std::os::unix::fs::symlink(dir.path(), &rank).unwrap();
+    let opened = Tier::open(TierConfig {
+        place: Place::Folder(rank),
+        ..config(KINDS[3], Some(run.path()), 1, BUFFER)
+    });
+    assert!(opened.is_err());
+    assert_eq!(std::fs::read_to_string(&kept).unwrap(), "another's");
 }
