@@ -39,12 +39,6 @@ impl InBackward {
             return Ok(None);
         }
         config.check_step_in_backward(sharers)?;
-        if config.offload.is_any() {
-            return Err(refusal(
-                "what rests elsewhere is updated tile by tile at the end of a step: set offload.parameters and \
-                 offload.optimizer to \"none\"",
-            ));
-        }
         let mut states = units.handles().map(|handle| &handle.state_of_update);
         if states.any(|state| !state.factored.is_empty() || !state.matrices.is_empty()) {
             return Err(refusal(WHOLE));
@@ -91,6 +85,11 @@ impl EngineConfig {
                 "the sum of weights is known at the end only: divide by a number",
             ),
             (whole, WHOLE),
+            (
+                self.offload.is_any(),
+                "what rests elsewhere is updated tile by tile at the end of a step: set offload.parameters and \
+                 offload.optimizer to \"none\"",
+            ),
             (
                 sharers > 1 && !self.strategy.is_sharded(),
                 "no_shard gathers gradients to update all parameters: choose a strategy that shards them",

@@ -12,6 +12,8 @@ use crate::report::bytes;
 const MAX_GLOBAL_BATCH: usize = 1 << 24;
 /// The longest wait for a rank, in seconds: some thirty years.
 const MAX_TIMEOUT: f64 = 1e9;
+/// The largest file that a benchmark makes: 4 TiB.
+const MAX_FILE_MEBIBYTES: usize = 1 << 22;
 /// Threads that a rank may have on a machine with fewer cores.
 const MAX_THREADS: usize = 256;
 
@@ -123,6 +125,11 @@ pub(crate) fn thread_count(text: &str) -> Result<usize, String> {
 pub(crate) fn mebibytes(text: &str) -> Result<usize, String> {
     let most = machine_bytes().map_or(usize::MAX >> 20, |bytes| (bytes >> 20) as usize);
     within(text, most)
+}
+
+/// An option that is the size of a file in MiB.
+pub(crate) fn disk_mebibytes(text: &str) -> Result<usize, String> {
+    within(text, MAX_FILE_MEBIBYTES)
 }
 
 fn within(text: &str, most: usize) -> Result<usize, String> {

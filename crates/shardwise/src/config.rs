@@ -130,7 +130,8 @@ impl Config {
         nodes.map(drop).or_else(|e| wrong(with_section(e)))?;
         engine
             .check()
-            .and_then(|()| engine.shard_group_size(self.run.ranks))
+            .and_then(|()| engine.node_size(self.run.ranks))
+            .and_then(|_| engine.shard_group_size(self.run.ranks))
             .and_then(|sharers| engine.check_step_in_backward(sharers))
             .or_else(|e| wrong(e.to_string()))?;
         Ok(())

@@ -10,7 +10,7 @@ use shardwise_tier::{IoConfig, IoMethod, TierError};
 use crate::bounds;
 use crate::error::RunError;
 use crate::output::{print, say};
-use crate::report::{median, table};
+use crate::report::{bytes, median, table};
 
 /// Blocks tried, in bytes.
 const BLOCKS: [usize; 3] = [256 << 10, 1 << 20, 4 << 20];
@@ -27,7 +27,7 @@ pub struct DiskArgs {
     #[arg(default_value = ".")]
     path: PathBuf,
     /// Written and read by each try
-    #[arg(long, default_value_t = 128, value_parser = bounds::count)]
+    #[arg(long, default_value_t = 128, value_parser = bounds::disk_mebibytes)]
     mebibytes: usize,
     /// How often everything is tried, in turn; the medians count
     #[arg(long, default_value_t = 3, value_parser = bounds::count)]
@@ -72,6 +72,16 @@ fn method(text: &str) -> Result<IoMethod, String> {
 /// # Errors
 /// When the folder cannot be used, or the disk fails.
 pub fn run(args: &DiskArgs) -> Result<i32, RunError> {
+    let buffers = (args.buffer_count as u64).saturating_mul(args.buffer_size as u64);
+    if let Some(machine) = bounds::machine_bytes().filter(|machine| buffers > machine / 2) {
+        return Err(RunError::user(format!(
+            "--buffer-count {} of --buffer-size {} bytes take {}, and this machine has {} of memory; use at most half of it",
+            args.buffer_count,
+            args.buffer_size,
+            bytes(buffers),
+            bytes(machine)
+        )));
+    }
     if args.sequential {
         let io = IoConfig {
             method: args.io,
