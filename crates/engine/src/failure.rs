@@ -18,17 +18,14 @@ impl Engine {
 
     /// Names this rank in a failure of communication or of a tier; the others are told of the latter.
     pub(crate) fn comm<T, E: Into<Trouble>>(&self, result: std::result::Result<T, E>) -> Result<T> {
-        let rank = self.group.rank();
-        result.map_err(|trouble| match trouble.into() {
-            Trouble::Comm(source) => EngineError::Comm { rank, source },
-            Trouble::Tier(source) => {
-                let error = EngineError::Tier { rank, source };
+        result.map_err(|trouble| {
+            let error = trouble.into().on(self.group.rank());
+            if matches!(error, EngineError::Tier { .. }) {
                 self.tell_others(&error);
                 // Nobody knows any more what rests there.
                 let _ = self.failure.set(error.clone());
-                error
             }
-            Trouble::NoTier => EngineError::Usage("a tier was used that is not open".to_string()),
+            error
         })
     }
 

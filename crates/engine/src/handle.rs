@@ -180,6 +180,17 @@ pub(crate) fn kept_numel(layout: &FlatLayout, sharers: usize, strategy: Sharding
     if is_whole(layout, sharers, strategy) { layout.numel() } else { layout.shard_numel() }
 }
 
+/// Ends a gather of `numel` elements into `dest`. After a failure it holds zeros, so that the computation it was meant for can
+/// run to its end.
+pub(crate) fn end_gather(dest: &mut [f32], numel: usize, arrived: bool) {
+    if !arrived {
+        dest.fill(0.0);
+    } else if cfg!(debug_assertions) {
+        // Zeros travel in the place of padding.
+        dest[numel..].fill(f32::NAN);
+    }
+}
+
 impl FlatParamHandle {
     /// Allocates the statistics. The parameters lie behind `start` elements of others; `group` shares one copy of them, and
     /// `rules` update them.
@@ -403,12 +414,7 @@ impl FlatParamHandle {
                 Ok(None)
             }
         };
-        match &result {
-            Err(_) => dest.fill(0.0),
-            // Zeros travel in the place of padding.
-            Ok(_) if cfg!(debug_assertions) => dest[numel..].fill(f32::NAN),
-            Ok(_) => {}
-        }
+        end_gather(dest, numel, result.is_ok());
         result
     }
 

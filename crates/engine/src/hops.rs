@@ -16,7 +16,7 @@ use shardwise_core::{Purpose, Traffic, Travel};
 use crate::Result;
 use crate::config::UnitId;
 use crate::engine::{Engine, Phase};
-use crate::handle::FlatParamHandle;
+use crate::handle::{FlatParamHandle, end_gather};
 use crate::ledger::Ledger;
 use crate::unit::Place;
 use crate::wire;
@@ -266,12 +266,7 @@ impl Engine {
             kept: hops.kept[index].is_some().then_some((index, self.step)),
         };
         let gathered = hops.gather(&gather, &self.own_part(at), dest);
-        match &gathered {
-            Err(_) => dest.fill(0.0),
-            // Zeros travel in the place of padding.
-            Ok(_) if cfg!(debug_assertions) => dest[layout.numel()..].fill(f32::NAN),
-            Ok(_) => {}
-        }
+        end_gather(dest, layout.numel(), gathered.is_ok());
         self.hops = Some(hops);
         self.sent += self.comm(gathered)?;
         Ok(())

@@ -98,8 +98,7 @@ impl Engine {
             self.sum_away(at, pending)
         } else {
             self.reserve_next_partial(at)?;
-            let (buffer, result) = self.units[at].sum_part(pending, self.across.as_mut());
-            (buffer, result.map_err(Into::into))
+            self.units[at].sum_part(pending, self.across.as_mut(), None)
         };
         self.take_in(at, buffer, result)
     }

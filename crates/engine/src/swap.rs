@@ -394,12 +394,6 @@ impl Swap {
     }
 }
 
-impl From<TierError> for Trouble {
-    fn from(error: TierError) -> Self {
-        Trouble::Tier(error)
-    }
-}
-
 /// A flat parameter's name in a tier.
 pub(crate) fn name_of(unit: UnitId, part: usize, layout: &shardwise_core::FlatLayout, what: &str) -> String {
     format!("{}.{}.{part}.{what}", unit.index(), layout.unit())

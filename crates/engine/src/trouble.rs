@@ -3,6 +3,8 @@
 use shardwise_comm::CommError;
 use shardwise_tier::TierError;
 
+use crate::error::EngineError;
+
 /// A failure of communication or of a tier.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Trouble {
@@ -10,6 +12,23 @@ pub(crate) enum Trouble {
     Tier(TierError),
     /// A section of a tier that is not open.
     NoTier,
+}
+
+impl Trouble {
+    /// The same, of `rank`.
+    pub(crate) fn on(self, rank: usize) -> EngineError {
+        match self {
+            Trouble::Comm(source) => EngineError::Comm { rank, source },
+            Trouble::Tier(source) => EngineError::Tier { rank, source },
+            Trouble::NoTier => EngineError::Usage("a tier was used that is not open".to_string()),
+        }
+    }
+}
+
+impl From<TierError> for Trouble {
+    fn from(error: TierError) -> Self {
+        Trouble::Tier(error)
+    }
 }
 
 impl From<CommError> for Trouble {

@@ -5,10 +5,8 @@ mod common;
 use common::{ADAMW, DEADLINE, Toy, compute_round, compute_step, config, full_params, train};
 use shardwise_comm::testing::counting;
 use shardwise_comm::threads;
-use shardwise_core::{
-    BackwardPrefetch, GatherPolicy, MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize,
-};
-use shardwise_engine::{Engine, EngineConfig, Event, EventKind, ParamGroups, ParamStatus, UnitId};
+use shardwise_core::{BackwardPrefetch, GatherPolicy, Purpose, ShardingStrategy};
+use shardwise_engine::{Engine, EngineConfig, Event, EventKind, ParamStatus, UnitId};
 
 const UNITS: usize = 6;
 const RANKS: usize = 2;
@@ -54,21 +52,7 @@ fn no_knob_changes_a_bit_and_the_plan_knows_them_all() {
     let want = train(&toy, RANKS, 3 * RANKS, base(), 2);
     for policy in policies() {
         let config = EngineConfig { gather: policy, ..base() };
-        let (root, units) = toy.layouts(RANKS);
-        let layouts: Vec<_> = root.iter().chain(units.iter().flatten()).collect();
-        let plan = MemoryPlan::new(&PlanInput {
-            units: units.iter().map(UnitSize::of).collect(),
-            root: UnitSize::of(&root),
-            strategy: config.strategy,
-            optimizer: ParamGroups::default().plan(&config, &layouts).expect("a possible optimizer"),
-            schedule: StepSchedule::of_micro_batches(3 * RANKS, RANKS).expect("a schedule"),
-            gather: config.gather_policy(),
-            shard_group: RANKS,
-            precision: config.precision,
-            wire: config.wire,
-            unsharded_accumulation: false,
-            offload: shardwise_core::Offload::default(),
-        });
+        let plan = toy.plan(RANKS, 3 * RANKS, &config);
         let results = threads::run(RANKS, DEADLINE, |group| {
             let mut engine = toy.engine(group, config);
             for _ in 0..2 {

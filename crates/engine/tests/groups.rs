@@ -5,7 +5,7 @@ mod common;
 use common::given::{Given, Run, Trained};
 use common::{ADAFACTOR, ADAMW, DEADLINE, LION, SGD, STRATEGIES, config};
 use shardwise_comm::threads;
-use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, Purpose, ShardingStrategy, StepSchedule, UnitSize};
+use shardwise_core::{FlatLayout, Purpose, ShardingStrategy, StepSchedule};
 use shardwise_engine::{Engine, EngineConfig, EngineError, GroupLr, GroupRule, OptimizerConfig, ParamGroups};
 
 const FULL: ShardingStrategy = ShardingStrategy::FullShard;
@@ -175,19 +175,8 @@ fn the_ledger_equals_the_plan_with_groups() {
                 let config = EngineConfig { ema_decay, ..config(strategy, optimizer) };
                 let (root, units) = given.layouts(ranks);
                 let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
-                let plan = MemoryPlan::new(&PlanInput {
-                    units: units.iter().map(UnitSize::of).collect(),
-                    root: UnitSize::of(&root),
-                    strategy,
-                    optimizer: groups.plan(&config, &layouts).expect("possible rules"),
-                    schedule: StepSchedule::of_micro_batches(2 * ranks, ranks).expect("a schedule"),
-                    gather: config.gather_policy(),
-                    shard_group: ranks,
-                    precision: config.precision,
-                    wire: config.wire,
-                    unsharded_accumulation: false,
-                    offload: shardwise_core::Offload::default(),
-                });
+                let schedule = StepSchedule::of_micro_batches(2 * ranks, ranks).expect("a schedule");
+                let plan = groups.memory_plan(&config, &layouts, schedule).expect("possible rules");
                 threads::run(ranks, DEADLINE, |group| {
                     let mut engine = given.engine(group, config, &groups);
                     for _ in 0..2 {

@@ -7,13 +7,10 @@ use common::{
 };
 use common::{compute_step, write_gradients};
 use shardwise_comm::threads;
-use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, PlanInput, Purpose, RoundAssignment, ShardingStrategy,
-    StepSchedule, UnitSize,
-};
+use shardwise_core::{FlatLayout, MixedPrecision, Purpose, RoundAssignment, ShardingStrategy};
 use shardwise_engine::{
     Divisor, DynamicScale, Engine, EngineConfig, EngineError, EventKind, LossScale, NonFinite,
-    OptimizerConfig, ParamGroups, StepReport, UnitId,
+    OptimizerConfig, StepReport, UnitId,
 };
 
 use ShardingStrategy::{FullShard, HybridShard, NoShard, ShardGradOp};
@@ -91,19 +88,7 @@ fn one_gradient_shard_serves_all_units() {
         let sharers = config.shard_group_size(ranks).expect("groups that fit");
         let (root, units) = toy.layouts(sharers);
         let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
-        let plan = MemoryPlan::new(&PlanInput {
-            units: units.iter().map(UnitSize::of).collect(),
-            root: UnitSize::of(&root),
-            strategy,
-            optimizer: ParamGroups::new().plan(&config, &layouts).expect("possible"),
-            schedule: StepSchedule::of_micro_batches(ranks, ranks).expect("a schedule"),
-            gather: config.gather_policy(),
-            shard_group: sharers,
-            precision,
-            wire: config.wire,
-            unsharded_accumulation: false,
-            offload: shardwise_core::Offload::default(),
-        });
+        let plan = toy.plan(ranks, ranks, &config);
         let largest = layouts.iter().map(|layout| layout.shard_numel()).max().expect("layouts");
         assert_eq!(plan.bytes(Purpose::GradientShards), 4 * largest as u64);
         threads::run(ranks, DEADLINE, |group| {

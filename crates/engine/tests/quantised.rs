@@ -9,10 +9,9 @@ use common::{
 };
 use shardwise_comm::threads;
 use shardwise_core::{
-    FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose, Quantization, Rounding,
-    ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
+    MixedPrecision, Offload, Precision, Purpose, Quantization, Rounding, ShardingStrategy, Tier, WireConfig,
 };
-use shardwise_engine::{Accumulation, Engine, EngineConfig, EngineError, ParamGroups, UnitId};
+use shardwise_engine::{Engine, EngineConfig, EngineError, UnitId};
 
 const INT8: WireConfig = wire(Some(Quantization::Int8), false);
 const WIRES: [WireConfig; 5] = [
@@ -358,27 +357,9 @@ fn a_frozen_parameter_that_is_not_finite_is_refused() {
     .expect("a world");
 }
 
-fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) -> MemoryPlan {
-    let (root, units) = toy.layouts(config.shard_group_size(ranks).expect("groups that fit"));
-    let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
-    MemoryPlan::new(&PlanInput {
-        units: units.iter().map(UnitSize::of).collect(),
-        root: UnitSize::of(&root),
-        strategy: config.strategy,
-        optimizer: ParamGroups::default().plan(config, &layouts).expect("a possible optimizer"),
-        schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
-        gather: config.gather_policy(),
-        shard_group: config.shard_group_size(ranks).expect("groups that fit"),
-        precision: config.precision,
-        wire: config.wire,
-        offload: config.offload,
-        unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
-    })
-}
-
 /// Trains four steps and compares what every rank holds and sends with the plan.
 fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfig) {
-    let plan = plan(toy, ranks, micro_batches, &config);
+    let plan = toy.plan(ranks, micro_batches, &config);
     threads::run(ranks, DEADLINE, |group| {
         let mut engine = toy.engine(group, config);
         let what = format!("{ranks} ranks, {config:?}");
@@ -506,7 +487,7 @@ fn seen_and_kept(toy: &Toy, world: usize, config: EngineConfig) -> Vec<[Vec<Vec<
 fn raw_blocks_count_among_the_bytes_sent() {
     let toy = Toy { frozen: vec![], ..toy(vec![vec![2048]]) };
     let config = EngineConfig { wire: INT8, ..config(ShardingStrategy::FullShard, ADAMW) };
-    let planned = plan(&toy, 2, 2, &config).sent_per_step();
+    let planned = toy.plan(2, 2, &config).sent_per_step();
     let sent = threads::run(2, DEADLINE, |group| {
         let mut engine = toy.engine(group, config);
         let tiny = |all: &mut [f32]| all[..512].fill(1e-40);

@@ -5,32 +5,14 @@ mod common;
 use common::{ADAFACTOR, ADAM, ADAMW, DEADLINE, LION, MOMENTUM, SGD, STRATEGIES, Toy, compute_step, config};
 use shardwise_comm::threads;
 use shardwise_core::{
-    ErrorFeedback, FlatLayout, MemoryPlan, MixedPrecision, Offload, PlanInput, Precision, Purpose,
-    Quantization, ShardingStrategy, StepSchedule, Tier, UnitSize, WireConfig,
+    ErrorFeedback, MixedPrecision, Offload, Precision, Purpose, Quantization, ShardingStrategy, Tier,
+    WireConfig,
 };
-use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, ParamGroups, UnitId};
-
-fn plan(toy: &Toy, ranks: usize, micro_batches: usize, config: &EngineConfig) -> MemoryPlan {
-    let (root, units) = toy.layouts(config.shard_group_size(ranks).expect("groups that fit"));
-    let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
-    MemoryPlan::new(&PlanInput {
-        units: units.iter().map(UnitSize::of).collect(),
-        root: UnitSize::of(&root),
-        strategy: config.strategy,
-        optimizer: ParamGroups::default().plan(config, &layouts).expect("a possible optimizer"),
-        schedule: StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule"),
-        gather: config.gather_policy(),
-        shard_group: config.shard_group_size(ranks).expect("groups that fit"),
-        precision: config.precision,
-        wire: config.wire,
-        unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
-        offload: config.offload,
-    })
-}
+use shardwise_engine::{Accumulation, EngineConfig, Event, EventKind, OptimizerConfig, UnitId};
 
 /// Trains two steps and compares what every rank holds and sends with the plan.
 fn check_plan(toy: &Toy, ranks: usize, micro_batches: usize, config: EngineConfig) {
-    let plan = plan(toy, ranks, micro_batches, &config);
+    let plan = toy.plan(ranks, micro_batches, &config);
     threads::run(ranks, DEADLINE, |group| {
         let mut engine = toy.engine(group, config);
         let what =

@@ -1,10 +1,8 @@
 //! `plan`: what each rank will hold and send, before anything is allocated.
 
 use shardwise_burn::ShardError;
-use shardwise_core::{FlatLayout, MemoryPlan, PlanInput, StepSchedule, UnitSize};
+use shardwise_core::{FlatLayout, MemoryPlan, StepSchedule};
 use shardwise_engine::ParamGroups;
-
-use shardwise_engine::Accumulation;
 use shardwise_models::ModelConfig;
 
 use crate::config::Config;
@@ -30,26 +28,9 @@ pub fn run(config: &Config) -> Result<i32, RunError> {
 /// When the batches do not fit the ranks.
 pub fn memory_plan(config: &Config, layouts: &[FlatLayout]) -> Result<MemoryPlan, RunError> {
     let schedule = StepSchedule::new(config.train.global_batch, config.train.micro_batch, config.run.ranks)?;
-    let engine = config.engine();
-    // A unit's flat parameters follow each other.
-    let mut units: Vec<&[FlatLayout]> = layouts.chunk_by(|a, b| a.unit() == b.unit()).collect();
-    let root = units.first().filter(|unit| unit[0].unit() == "root").map(|root| UnitSize::of(*root));
-    units.drain(..usize::from(root.is_some()));
-    Ok(MemoryPlan::new(&PlanInput {
-        units: units.into_iter().map(UnitSize::of).collect(),
-        root: root.unwrap_or_default(),
-        strategy: engine.strategy,
-        optimizer: ParamGroups::default()
-            .plan(&engine, &layouts.iter().collect::<Vec<_>>())
-            .map_err(ShardError::from)?,
-        schedule,
-        gather: engine.gather_policy(),
-        shard_group: engine.shard_group_size(config.run.ranks).map_err(RunError::user)?,
-        precision: engine.precision,
-        wire: engine.wire,
-        unsharded_accumulation: engine.accumulation == Accumulation::Unsharded,
-        offload: engine.offload,
-    }))
+    let layouts: Vec<&FlatLayout> = layouts.iter().collect();
+    let plan = ParamGroups::default().memory_plan(&config.engine(), &layouts, schedule);
+    Ok(plan.map_err(ShardError::from)?)
 }
 
 /// What a configuration says by itself, before weights, tokenizer and data are looked at.

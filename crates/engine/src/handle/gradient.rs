@@ -187,26 +187,32 @@ impl FlatParamHandle {
         }
     }
 
-    /// Sums this rank's part of a reduction, in two hops if there is `across`, and hands the full gradient's buffer back.
+    /// Sums this rank's part of a reduction, in two hops if there is `across`, and hands the full gradient's buffer back. What
+    /// rests elsewhere goes there by way of a staging buffer.
     pub(crate) fn sum_part(
         &mut self,
         mut pending: PendingReduce,
         across: Option<&mut Across>,
-    ) -> (Option<SharedBuffer>, Result<(), CommError>) {
+        staged: Option<(&mut Swap, &mut SharedBuffer)>,
+    ) -> (Option<SharedBuffer>, Moved<()>) {
         self.reduced = true;
-        let numel = self.layout.shard_numel();
         let learned = self.commit(&pending);
-        let wire = &mut self.gradient_wire;
-        let result = match across {
-            None => self.partials.take_in(|sum, add| pending.sum_into(&mut sum[..numel], add)),
+        let Self { layout, partials, away, gradient_wire: wire, .. } = self;
+        let numel = layout.shard_numel();
+        let sum_over_ranks = |sum: &mut [f32], add| match across {
+            None => pending.sum_into(&mut sum[..numel], add),
             Some(across) => {
-                let label = self.layout.unit();
-                self.partials.take_in(|sum, add| {
-                    across.sum(label, &mut pending, &mut sum[..numel], add, wire.as_deref_mut())
-                })
+                across.sum(layout.unit(), &mut pending, &mut sum[..numel], add, wire.as_deref_mut())
             }
         };
-        (pending.into_source(), learned.and(result))
+        let summed = match (away.state.as_mut(), staged) {
+            (Some(state), Some((swap, stage))) => stage.writable().map_err(Into::into).and_then(|stage| {
+                let stage = &mut stage[..numel];
+                state.sums.take_in(swap, stage, |sum, add| Ok(sum_over_ranks(sum, add)?))
+            }),
+            _ => partials.take_in(sum_over_ranks).map_err(Into::into),
+        };
+        (pending.into_source(), learned.map_err(Into::into).and(summed))
     }
 
     /// Takes the reduction that is under way.

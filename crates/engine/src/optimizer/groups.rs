@@ -3,11 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use shardwise_core::{FlatLayout, OptimizerPlan, ParamInfo};
+use shardwise_core::{FlatLayout, MemoryPlan, OptimizerPlan, ParamInfo, PlanInput, StepSchedule, UnitSize};
 
 use super::OptimizerConfig;
 use crate::Result;
-use crate::config::EngineConfig;
+use crate::config::{Accumulation, EngineConfig};
 use crate::error::EngineError;
 use crate::swap::layout::placements;
 
@@ -163,6 +163,36 @@ impl ParamGroups {
         let placed = placements(config, sharers, layouts);
         let plan = OptimizerPlan::of_placed_layouts(layouts, &placed, config.strategy, &kind);
         Ok(plan.with_average(config.ema_decay.is_some()).with_step_in_backward(config.step_in_backward))
+    }
+
+    /// What a rank of a model with `layouts` (the root's first, if it has any; each unit's follow each other) holds and sends
+    /// in steps of `schedule`.
+    ///
+    /// # Errors
+    /// As [`ParamGroups::rule`], and when strategy and groups of ranks do not fit.
+    pub fn memory_plan(
+        &self,
+        config: &EngineConfig,
+        layouts: &[&FlatLayout],
+        schedule: StepSchedule,
+    ) -> Result<MemoryPlan> {
+        let size = |unit: &[&FlatLayout]| UnitSize::of(unit.iter().copied());
+        let mut units: Vec<&[&FlatLayout]> = layouts.chunk_by(|a, b| a.unit() == b.unit()).collect();
+        let root = units.first().filter(|unit| unit[0].unit() == "root").map(|root| size(root));
+        units.drain(..usize::from(root.is_some()));
+        Ok(MemoryPlan::new(&PlanInput {
+            units: units.into_iter().map(size).collect(),
+            root: root.unwrap_or_default(),
+            strategy: config.strategy,
+            optimizer: self.plan(config, layouts)?,
+            schedule,
+            gather: config.gather_policy(),
+            shard_group: config.shard_group_size(schedule.ranks())?,
+            precision: config.precision,
+            wire: config.wire,
+            unsharded_accumulation: config.accumulation == Accumulation::Unsharded,
+            offload: config.offload,
+        }))
     }
 
     /// What ranks must agree on: each group with its rule, and the group of each of `params` that is in one.

@@ -12,7 +12,7 @@ use super::{Moved, Section, Swap};
 use crate::Result;
 use crate::config::Divisor;
 use crate::engine::{Engine, Phase};
-use crate::handle::FlatParamHandle;
+use crate::handle::{FlatParamHandle, end_gather};
 use crate::hops::OwnPart;
 use crate::norm::{Norm, PartialNorm};
 use crate::trouble::Trouble;
@@ -83,11 +83,7 @@ impl Engine {
             (Some(section), true) => self.fill_alone(at, &section, &mut dest[..numel]),
             _ => self.fill_from_peers(at, dest),
         };
-        match &filled {
-            Err(_) => dest.fill(0.0),
-            Ok(()) if cfg!(debug_assertions) => dest[numel..].fill(f32::NAN),
-            Ok(()) => {}
-        }
+        end_gather(dest, numel, filled.is_ok());
         self.comm(filled)
     }
 
@@ -168,7 +164,7 @@ impl Engine {
             return (pending.into_source(), Ok(()));
         };
         let handle = &mut self.units[at];
-        let (source, summed) = handle.sum_part_away(pending, self.across.as_mut(), (swap, stage));
+        let (source, summed) = handle.sum_part(pending, self.across.as_mut(), Some((swap, stage)));
         let measured = summed.and_then(|()| handle.measure_summed(stage, divisor, norm));
         (source, measured)
     }
@@ -232,27 +228,6 @@ impl Engine {
 }
 
 impl FlatParamHandle {
-    /// As [`FlatParamHandle::sum_part`], by way of a staging buffer.
-    fn sum_part_away(
-        &mut self,
-        mut pending: PendingReduce,
-        across: Option<&mut crate::across::Across>,
-        (swap, stage): (&mut Swap, &mut SharedBuffer),
-    ) -> (Option<SharedBuffer>, Moved<()>) {
-        self.reduced = true;
-        let learned = self.commit(&pending);
-        let wire = &mut self.gradient_wire;
-        let (numel, label) = (self.layout.shard_numel(), self.layout.unit());
-        let Some(state) = self.away.state.as_mut() else { return (pending.into_source(), Ok(())) };
-        let summed = stage.writable().map_err(Into::into).and_then(|stage| {
-            state.sums.take_in(swap, &mut stage[..numel], |sum, add| match across {
-                None => Ok(pending.sum_into(sum, add)?),
-                Some(across) => Ok(across.sum(label, &mut pending, sum, add, wire.as_deref_mut())?),
-            })
-        });
-        (pending.into_source(), learned.map_err(Into::into).and(summed))
-    }
-
     /// Measures what the staging buffer holds, if it is all that the step has summed so far.
     fn measure_summed(&mut self, stage: &mut SharedBuffer, divisor: Option<f32>, norm: Norm) -> Moved<()> {
         let numel = self.shard.len();

@@ -5,8 +5,6 @@ use shardwise_core::{Offload, Tier as Resting};
 
 use super::{Moved, Section, Swap, SwapPlace};
 use crate::Result;
-use crate::error::EngineError;
-use crate::trouble::Trouble;
 
 /// Buffers through which shards pass: one is filled while others are written.
 const BUFFERS: usize = 4;
@@ -49,10 +47,10 @@ impl ShardStore {
         Ok(Self { swap, rank: group.rank(), reserved: 0 })
     }
 
-    /// Makes room, in one file, for shards of `numels` elements; they are zero until they are written.
+    /// Makes room for shards of `numels` elements, each in a file of its own; they are zero until they are written.
     ///
     /// # Errors
-    /// When the file cannot be made.
+    /// When a file cannot be made.
     pub fn reserve(&mut self, numels: &[usize]) -> Result<Vec<StoredShard>> {
         let name = format!("partitioned.{}", self.reserved);
         self.reserved += 1;
@@ -82,11 +80,6 @@ impl ShardStore {
     }
 
     fn named<T>(&self, moved: Moved<T>) -> Result<T> {
-        let rank = self.rank;
-        moved.map_err(|trouble| match trouble {
-            Trouble::Comm(source) => EngineError::Comm { rank, source },
-            Trouble::Tier(source) => EngineError::Tier { rank, source },
-            Trouble::NoTier => EngineError::Usage("a tier was used that is not open".to_string()),
-        })
+        moved.map_err(|trouble| trouble.on(self.rank))
     }
 }

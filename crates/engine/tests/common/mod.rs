@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use shardwise_comm::{ProcessGroup, threads};
 use shardwise_core::{
-    CarryCounter, DType, FlatLayout, ParamInfo, ParamSpec, Precision, RoundAssignment, ShardingStrategy,
-    pre_divisor,
+    CarryCounter, DType, FlatLayout, MemoryPlan, ParamInfo, ParamSpec, Precision, RoundAssignment,
+    ShardingStrategy, StepSchedule, pre_divisor,
 };
 use shardwise_engine::{
     Accumulation, Engine, EngineConfig, EngineError, Norm, OptimizerConfig, ParamGroups, StepReport,
@@ -97,6 +97,14 @@ impl Toy {
 
     pub fn engine(&self, group: ProcessGroup, config: EngineConfig) -> Engine {
         self.engine_at(group, config, place(&config).as_ref()).expect("an engine")
+    }
+
+    /// What a rank holds and sends in steps of so many micro-batches.
+    pub fn plan(&self, ranks: usize, micro_batches: usize, config: &EngineConfig) -> MemoryPlan {
+        let (root, units) = self.layouts(config.shard_group_size(ranks).expect("groups that fit"));
+        let layouts: Vec<&FlatLayout> = root.iter().chain(units.iter().flatten()).collect();
+        let schedule = StepSchedule::of_micro_batches(micro_batches, ranks).expect("a schedule");
+        ParamGroups::new().memory_plan(config, &layouts, schedule).expect("a possible optimizer")
     }
 
     /// An engine that keeps what rests in files at `place`.

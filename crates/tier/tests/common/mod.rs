@@ -1,5 +1,5 @@
 //! What the tests of the tier share.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test program uses its part")]
 
 use std::path::{Path, PathBuf};
 
